@@ -1,0 +1,1 @@
+"""SSDGram: n-gram memory tables of language models, served from NVMe."""
