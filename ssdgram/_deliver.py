@@ -11,19 +11,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ssdgram._compiled import address_of, compiled, copy_bytes, crc32c_update, crc32c_word, load_u32
+from ssdgram._compiled import address_of, compiled, copy_bytes, load_u32
 from ssdgram._state import (P_CODE_BYTES, P_GENERATION, P_ROWS_PER_PAGE, P_SCALE_BYTES, P_SLOT_STRIDE, READ_CHECK, READ_OK)
-
-CRC_END = 4064                                               # the page's row checksums end here (design section 4)
-
-
-@compiled
-def row_check(address, row_bytes, generation, layer, column, row):  # type: ignore[no-untyped-def]
-    """CRC-32C over (generation u64, layer u32, column u32, row u64) and the row's bytes, uint32 (design section 4)."""
-    state = crc32c_word(np.uint32(0xFFFFFFFF), generation)
-    state = crc32c_word(state, np.int64(layer) | (np.int64(column) << 32))
-    state = crc32c_word(state, row)
-    return crc32c_update(state, address, row_bytes) ^ np.uint32(0xFFFFFFFF)
+from ssdgram.layout.page import TRAILER, row_crc
 
 
 @compiled
@@ -35,14 +25,14 @@ def deliver(state, index, page):  # type: ignore[no-untyped-def]
     rows_per_page = params[P_ROWS_PER_PAGE]
     file = state.files[state.pages[index].file]
     first = state.pages[index].number * rows_per_page
-    checks = page + CRC_END - 4 * rows_per_page
+    checks = page + TRAILER - 4 * rows_per_page
     slab = address_of(state.slab, 0)
     scales = file.heads * code_bytes
     target = state.pages[index].target
     while target >= 0:
         place = np.int64(state.targets[target].place)
         row = page + place * row_bytes
-        found = row_check(row, row_bytes, params[P_GENERATION], file.layer, file.column, first + place)
+        found = row_crc(row, row_bytes, params[P_GENERATION], file.layer, file.column, first + place)
         if found != load_u32(checks + 4 * place):
             return READ_CHECK
         bundle = slab + state.targets[target].slot * params[P_SLOT_STRIDE]
