@@ -1,0 +1,59 @@
+# make demo    a small store, made up and served on this machine: exact rows, hits, reads, times
+# make test    the test suite
+# make lint    ruff and mypy
+#
+# Each makes its own .venv if there is none and installs the pinned versions of constraints.txt into it.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-quick test-bounds test-denied test-gpu lint wheel clean
+
+# The first Python that runs and is new enough; `make PYTHON=...` overrules.
+PYTHON ?= $(shell for candidate in python3 python3.13 python3.12 python3.11; do \
+	"$$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo "$$candidate" && break; done)
+BIN := .venv/bin
+READY := .venv/.ssdgram-ready
+PYTEST := $(BIN)/python -m pytest
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+help:
+	@sed -n 's/^# make /make /p' Makefile
+
+$(READY): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || { test -n "$(PYTHON)" || { echo "SSDGram needs Python 3.11 or newer with venv; none was found. Name one: make PYTHON=..." >&2; exit 1; }; \
+		echo "making .venv with $(PYTHON)"; "$(PYTHON)" -m venv .venv; }
+	@echo "installing the pinned packages (a minute or two the first time)"
+	$(PIP) install -q -c constraints.txt setuptools
+	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[test,lint]'
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/python -m ssdgram demo
+
+test: $(READY)
+	$(PYTEST) -q -m "not gpu" $(ARGS)
+
+lint: $(READY)
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m mypy
+
+# Compiled code with array bounds checked; such code has its own folder of compiled code.
+BOUNDS := $(wildcard $(addprefix tests/,$(addsuffix .py,test_compiled test_directory test_hash test_overflow test_page test_planner \
+	test_policy test_sketch test_store_bounds)))
+test-bounds: $(READY)
+	NUMBA_BOUNDSCHECK=1 SSDGRAM_CACHE_DIR="$${SSDGRAM_CACHE_DIR:-$(CURDIR)/.bounds-cache}" $(PYTEST) -q -m "not gpu and not slow" $(BOUNDS) $(ARGS)
+
+# The suite as a container with Docker's default profile sees it: io_uring refused.
+test-denied: $(READY)
+	$(BIN)/python tools/deny_io_uring.py $(PYTEST) -q -m "not gpu and not slow" $(ARGS)
+
+test-gpu: $(READY)
+	$(PYTEST) -q -m gpu $(ARGS)
+
+wheel: $(READY)
+	$(BIN)/python -m build --wheel --sdist --no-isolation --outdir dist .
+
+clean:
+	rm -rf build dist .bounds-cache .mypy_cache .ruff_cache .pytest_cache *.egg-info
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
