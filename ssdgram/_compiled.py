@@ -320,6 +320,16 @@ load_u32 = _loader("uint32", 32, types.uint32)
 load_u64 = _loader("uint64", 64, types.uint64)
 
 
+@intrinsic
+def as_pointer(typingctx, address):  # type: ignore[no-untyped-def]
+    """An address (int64) as the pointer that numba.carray takes."""
+
+    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        return builder.inttoptr(arguments[0], _i8.as_pointer())
+
+    return types.voidptr(types.int64), codegen
+
+
 # ---------------------------------------------------------------- futex (int32 arrays)
 
 _NUMBERS = {"x86_64": (202, 35, 230), "aarch64": (98, 101, 115)}.get(platform.machine())

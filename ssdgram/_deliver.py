@@ -18,8 +18,11 @@ from ssdgram.layout.page import TRAILER, row_crc
 
 @compiled
 def deliver(state, index, page):  # type: ignore[no-untyped-def]
-    """Check and place the targets of page record `index`, whose 4096 bytes are at address `page`. READ_OK or READ_CHECK."""
-    params = state.params
+    """Check and place the targets of page record `index`, whose 4096 bytes are at address `page`. READ_OK or READ_CHECK.
+
+    The good rows of a page are placed even if another is bad; bad ones are marked in their targets.
+    """
+    params, targets = state.params, state.targets
     code_bytes, scale_bytes = params[P_CODE_BYTES], params[P_SCALE_BYTES]
     row_bytes = code_bytes + scale_bytes
     rows_per_page = params[P_ROWS_PER_PAGE]
@@ -28,16 +31,20 @@ def deliver(state, index, page):  # type: ignore[no-untyped-def]
     checks = page + TRAILER - 4 * rows_per_page
     slab = address_of(state.slab, 0)
     scales = file.heads * code_bytes
+    status = READ_OK
     target = state.pages[index].target
     while target >= 0:
-        place = np.int64(state.targets[target].place)
+        place = np.int64(targets[target].place)
         row = page + place * row_bytes
         found = row_crc(row, row_bytes, params[P_GENERATION], file.layer, file.column, first + place)
-        if found != load_u32(checks + 4 * place):
-            return READ_CHECK
-        bundle = slab + state.targets[target].slot * params[P_SLOT_STRIDE]
-        copy_bytes(bundle + file.position * code_bytes, row, code_bytes)
-        if scale_bytes > 0:
-            copy_bytes(bundle + scales + file.position * scale_bytes, row + code_bytes, scale_bytes)
-        target = state.targets[target].next
-    return READ_OK
+        if found == load_u32(checks + 4 * place):
+            bundle = slab + targets[target].slot * params[P_SLOT_STRIDE]
+            copy_bytes(bundle + file.position * code_bytes, row, code_bytes)
+            if scale_bytes > 0:
+                copy_bytes(bundle + scales + file.position * scale_bytes, row + code_bytes, scale_bytes)
+            targets[target].bad = 0
+        else:
+            targets[target].bad = 1
+            status = READ_CHECK
+        target = targets[target].next
+    return status

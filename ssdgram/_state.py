@@ -7,6 +7,8 @@
 The planner alone fills `pages` and `targets` and pushes page indices; a reader that has room pulls one (compare-and-swap
 on the head: step class first), reads the page, hands it to `deliver`, stores the page's `status` and pushes the index to
 its done ring. From push to done a page record belongs to the reader that pulled it, before and after to the planner.
+An index may stand in both rings (a step batch wants what a background batch asked for): whoever exchanges its claim word
+from 0 to 1 first reads it, the other entry is skipped.
 Nothing here is a pointer: slots, pages and files are numbers, so that the arrays may live in memory shared by processes.
 
 Sleeping: a sleeper stores 1 into its `asleep` word, looks once more at its rings (`fence` between), then sleeps; a waker
@@ -81,7 +83,7 @@ TARGET = np.dtype([                                          # one wanted row of
     ("slot", np.int32),                                      # where its bundle is put together
     ("place", np.int32),                                     # row in the page: 0 .. rows_per_page - 1
     ("next", np.int32),                                      # next target of the page, -1: last
-    ("spare", np.int32),
+    ("bad", np.int32),                                       # set by deliver: this row's checksum is wrong
 ], align=True)
 
 FILE = np.dtype([
@@ -117,6 +119,7 @@ class State(NamedTuple):
     pages: np.ndarray                                        # PAGE [P]
     targets: np.ndarray                                      # TARGET [T]
     files: np.ndarray                                        # FILE [F]
+    claims: np.ndarray                                       # int32 [P]: 0 from push to the pull that reads it (atomic_exchange to 1)
     staging: np.ndarray                                      # uint8 [R * P_DEPTH * 4096], 4096-aligned
     slab: np.ndarray                                         # uint8 [slots * P_SLOT_STRIDE], 4096-aligned
 

@@ -1,0 +1,158 @@
+"""The planner's own arrays: batches, slots, and the life of each.
+
+    batch   FREE ─submit─► QUEUED ─► PLANNING ─► EXPANDING ─► WAITING ─► DONE ─► UNWINDING ─► FREE
+                             ▲           │ no slot left           (all rows of all layers in their slots)
+                             └─UNWINDING─┘ it holds nothing while it waits for others to release
+            release (or cancel) leads from any of them to UNWINDING: first the words are awaited that the GPU stores behind
+            the last gather that reads the slots, then the batch's interest in its slots is dropped, one by one
+
+    slot    FREE ─take─► RESERVED ─page reads made─► READING ─last row placed─► READY ─evicted, refs 0─► FREE
+                                                        └─ a row could not be read ─► FAILED ─refs 0─► FREE
+
+A slot's `refs` counts the batches that use it, and one for its reads while they are under way. A bundle that has a slot is
+found in exactly one place: the directory, or (pushed out of it while still referenced) the overflow table; a FAILED one in
+neither. Only the planner's thread writes any of this, except where it says otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+# batch stages (batch_words)
+(FREE_BATCH, QUEUED, PLANNING, EXPANDING, WAITING, DONE, UNWINDING) = range(7)
+# why a batch cannot be served (batch_words)
+NO_ERROR, TOO_LARGE = 0, 1
+# layer states (batch_words)
+LAYER_PENDING, LAYER_READY, LAYER_FAILED = 0, 1, 2
+
+# batch_words: int32, `batch_line(layers)` words a batch, written by the planner and read by any thread
+W_SEQUENCE, W_SLEEPERS, W_STAGE, W_ERROR, W_STARVED, W_LAYER = 0, 1, 2, 3, 4, 5      # sequence: futex word
+
+
+def batch_line(layers: int) -> int:
+    """int32 words of a batch in `batch_words`: whole cache lines."""
+    return -(-(W_LAYER + layers) // 16) * 16
+
+
+# slot states
+SLOT_FREE, SLOT_RESERVED, SLOT_READING, SLOT_READY, SLOT_FAILED = range(5)
+NOWHERE, IN_DIRECTORY, IN_OVERFLOW = 0, 1, 2
+
+SLOT = np.dtype([
+    ("x", np.int64),
+    ("ticket", np.int64),                                    # the last batch that counted itself into refs
+    ("refs", np.int32),
+    ("next", np.int32),                                      # in the free list
+    ("pending", np.int16),                                   # rows still to be placed
+    ("status", np.int16),
+    ("failure", np.int32),                                   # status of the page that could not be read
+    ("failed_file", np.int32),
+    ("group", np.uint8),
+    ("where", np.uint8),
+    ("priority", np.uint8),                                  # class of its page reads
+    ("spare", np.uint8),
+], align=True)
+
+BATCH = np.dtype([
+    ("ticket", np.int64),
+    ("tokens", np.int64),                                    # address of int32 [flat]
+    ("flags", np.int64),                                     # address of uint8 [flat]
+    ("slots", np.int64),                                     # address of int32 [layers, positions, orders]: the plan's result
+    ("held", np.int64),                                      # address of int32 [layers, positions * orders]: distinct slots
+    ("flat", np.int64),
+    ("positions", np.int64),
+    ("window", np.int64),                                    # > 0: plan so many flat tokens at a time and hold nothing after
+    ("cursor", np.int64),                                    # flat tokens planned
+    ("start", np.int64),                                     # flat token where this window began
+    ("planned", np.int64),                                   # positions planned (of this window)
+    ("submitted_ns", np.int64),
+    ("taken_ns", np.int64),                                  # first slice of the plan
+    ("planned_ns", np.int64),
+    ("published_ns", np.int64),                              # last layer complete
+    ("busy_ns", np.int64),                                   # planner's work on it
+    ("need", np.int64),                                      # distinct bundles found so far
+    ("probes", np.int64),
+    ("misses", np.int64),
+    ("joined", np.int64),                                    # bundles that another batch was already reading
+    ("reads", np.int64),                                     # pages asked for
+    ("given", np.int64),                                     # C_GIVEN when it had starved
+    ("priority", np.int32),
+    ("released", np.int32),
+    ("layer", np.int32),                                     # of the unwinding or expanding cursor
+    ("expand", np.int32),
+    ("words", np.int32),                                     # bit l: a gather of layer l was launched, its word must arrive
+    ("queue_next", np.int32),
+], align=True)
+
+LAYER = np.dtype([                                           # one per batch and layer
+    ("held", np.int32),                                      # length of its list of distinct slots
+    ("unready", np.int32),                                   # of those not READY when they were planned
+    ("cursor", np.int32),                                    # all before it are READY or FAILED
+    ("failed_slot", np.int32),
+    ("published_ns", np.int64),
+], align=True)
+
+GROUP = np.dtype([                                           # one per served layer and order
+    ("number", np.uint8),                                    # group number (design section 2): layer index in the store x orders + order
+    ("heads", np.int32),                                     # rows in its bundles here; 0: not served
+    ("file", np.int32),                                      # first of its files, which follow each other
+    ("order", np.int32),
+    ("layer", np.int32),                                     # index among the served layers
+], align=True)
+
+# plan_control: int64, one line for each writer
+C_REQUEST_HEAD, C_REQUEST_TAIL, C_STATE, C_FREE, C_HAND, C_QUEUES, C_PAGES, C_MISC, C_BEAT = (8 * k for k in range(9))
+# C_FREE: free list [first, count]; C_HAND: reclaim sweep; C_QUEUES: [step first, last, background first, last];
+# C_PAGES: [free page, free pages, free target, free targets, background pages]; C_MISC: see below
+C_IDLE, C_OVERFLOW, C_ACTIVE, C_TICKS, C_BUILDING, C_BUILDING_BACKGROUND, C_ISSUED, C_ISSUED_BACKGROUND = (C_MISC + k for k in range(8))
+C_PUSH, C_PUSH_BACKGROUND, C_GIVEN = 9 * 8, 9 * 8 + 1, 9 * 8 + 2
+C_COUNT = 10 * 8
+# idle: READY bundles in the directory that no batch uses; building, issued: length of `building` and how much of it was
+# pushed, by class; push: 1 while it is being pushed; given: counts slots whose last user left
+
+# plan_params: int64, constant after open
+(PP_LAYERS, PP_ORDERS, PP_GROUPS, PP_SLOTS, PP_SETS, PP_BATCHES, PP_PAGES, PP_TARGETS, PP_BUCKETS, PP_RULE, PP_FILL, PP_RANK,
+ PP_WORLD, PP_REQUESTS, PP_SPIN_NS, PP_DEGRADED_NS, PP_STEP_PAGES, PP_BATCH_LINE, PP_COUNT) = range(19)
+
+# store states (plan_control[C_STATE])
+LOADING, WARMING, SERVING, DEGRADED = range(4)
+STATE_NAMES = ("loading", "warming", "ready", "degraded")
+
+# statistics: int64, written by the planner alone
+ORDERS_MAX = 8
+(S_HITS, S_JOINS, S_MISSES, S_REPEATS) = (ORDERS_MAX * k for k in range(4))          # [order]: found ready; found in reading; read; met before in its batch
+(S_BATCHES, S_TOKENS, S_READS, S_MERGED, S_EVICTIONS, S_RECLAIMS, S_STARVED, S_CANCELLED, S_FAILED_ROWS, S_LOOPS, S_SLEEPS,
+ S_BUSY_NS, S_PROMOTED, S_DEGRADED, S_LONGEST_NS, S_SCALARS_END) = range(4 * ORDERS_MAX, 4 * ORDERS_MAX + 16)
+S_ENGINE_US = S_SCALARS_END                                  # histogram of request taken to last row published, power-of-two buckets of us
+S_COUNT = S_ENGINE_US + 32
+
+SUBMIT, RELEASE = 0, 1                                       # requests: batch * 2 + kind
+
+
+class Plan(NamedTuple):
+    """B batches, L layers served, G = L x orders groups, S slots."""
+
+    control: np.ndarray                                      # int64 [C_COUNT]
+    params: np.ndarray                                       # int64 [PP_COUNT]
+    stats: np.ndarray                                        # int64 [S_COUNT]
+    requests: np.ndarray                                     # int32 [PP_REQUESTS], a power of two
+    batches: np.ndarray                                      # BATCH [B]
+    layers: np.ndarray                                       # LAYER [B * L]
+    words: np.ndarray                                        # int32 [B * batch_line(L)]
+    active: np.ndarray                                       # int32 [B]: batches that are not FREE, in order of tickets
+    gpu_words: np.ndarray                                    # int64 [B * L]: the GPU stores a batch's ticket here; pinned
+    slots: np.ndarray                                        # SLOT [S]
+    directory: np.ndarray                                    # SET [sets]
+    sketch: np.ndarray                                       # uint64
+    overflow: np.ndarray                                     # CELL
+    buckets: np.ndarray                                      # int32 [PP_BUCKETS]: page records by (file, page), chained
+    building: np.ndarray                                     # int32 [2 * P]: page records made and not yet pushed, by class
+    groups: np.ndarray                                       # GROUP [G]
+    group_index: np.ndarray                                  # int32 [256]: group number -> index in groups, -1
+    multipliers: np.ndarray                                  # int64 [L, orders + 1]
+    token_map: np.ndarray                                    # int32 [V], or [0]
+    keys: np.ndarray                                         # int64 [SLICE * G]: scratch
+    found: np.ndarray                                        # int64 [BLOCK * G]: scratch
+    sets: np.ndarray                                         # int64 [BLOCK * G]: scratch

@@ -1,0 +1,675 @@
+"""The planner: one long compiled loop that turns batches of tokens into slots, without the GIL.
+
+    requests ─► queues (step, background) ─► plan a slice ─► page reads ─► rings ─► readers
+                                                                            done ─► slots ─► layers published ─► waiters woken
+
+Every piece of work is a slice of about 100 us at most, step batches first, so that a decode step waits for one slice of a
+prefill and not for the prefill. Idle it spins a moment, then sleeps on a futex. The invariant: this thread alone writes what
+_plan_state.py describes; others see a batch through its words (release/acquire) and its slots array once the stage says so.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray
+
+from ssdgram._compiled import (address_of, as_pointer, atomic_exchange, atomic_load, atomic_store, compiled, fence, futex_wait,
+                               futex_wake, now_ns, prefetch)
+from ssdgram._pages import expand_bundle, promote, push_pages, settle_page
+from ssdgram._plan_state import (C_ACTIVE, C_BUILDING, C_GIVEN, C_IDLE, C_OVERFLOW, C_PUSH, C_QUEUES, C_REQUEST_HEAD,
+                                 C_REQUEST_TAIL, C_STATE, C_TICKS, DEGRADED, DONE, EXPANDING, FREE_BATCH, LAYER_FAILED, LAYER_READY,
+                                 NO_ERROR, NOWHERE, PLANNING, PP_BATCH_LINE, PP_DEGRADED_NS, PP_FILL, PP_LAYERS, PP_ORDERS, PP_RANK,
+                                 PP_REQUESTS, PP_RULE, PP_SLOTS, PP_SPIN_NS, PP_WORLD, QUEUED, S_BATCHES, S_BUSY_NS, S_CANCELLED,
+                                 S_DEGRADED, S_ENGINE_US, S_HITS, S_JOINS, S_LONGEST_NS, S_LOOPS, S_MISSES, S_REPEATS, S_SLEEPS,
+                                 S_STARVED, S_TOKENS, SERVING, SLOT_FAILED, SLOT_READING, SLOT_READY, SLOT_RESERVED, SUBMIT,
+                                 TOO_LARGE, UNWINDING, W_ERROR, W_LAYER, W_SEQUENCE, W_SLEEPERS, W_STAGE, W_STARVED, WAITING)
+from ssdgram._slots import drop_reference, overflow_find, take
+from ssdgram._state import (BACKGROUND, P_DONE_CAPACITY, P_READERS, PLANNER_ASLEEP, PLANNER_WORD, R_DONE_HEAD, R_DONE_TAIL,
+                            R_OLDEST_NS, READER_LINES, READER_WORDS, STEP, STOP)
+from ssdgram.cache.directory import mix, prefetch_set, probe, set_of
+from ssdgram.cache.policy import touch
+from ssdgram.cache.sketch import prefetch_sketch, record_access
+from ssdgram.kernels.hash import ngram_keys
+from ssdgram.queues import wake_readers
+
+SLICE = 64                                                   # positions planned without looking up: 64 x 6 probes are about 50 us
+BLOCK = 16                                                   # positions whose sets are asked for together
+EXPAND_SLICE = 64                                            # bundles whose page reads are made without looking up
+SETTLE_SLICE = 256                                           # page records settled without looking up
+EXPAND_SCAN = 16384                                          # list entries looked at for them
+PUSH_SLICE = 2048
+UNWIND_SLICE = 4096
+NAP_NS = 50_000_000                                          # longest sleep while reads are under way: the drive's age is looked at
+POLL_NS = 100_000                                            # longest sleep while GPU words are awaited
+
+BLOCKED, MORE, LAYER_DONE, ALL_DONE = range(4)
+
+
+# ---------------------------------------------------------------- batches: queues, stages, words
+
+
+@compiled
+def set_stage(plan, b, stage):  # type: ignore[no-untyped-def]
+    """Publish a batch's stage."""
+    atomic_store(plan.words, b * plan.params[PP_BATCH_LINE] + W_STAGE, np.int32(stage))
+
+
+@compiled
+def stage_of(plan, b):  # type: ignore[no-untyped-def]
+    """A batch's stage."""
+    return plan.words[b * plan.params[PP_BATCH_LINE] + W_STAGE]
+
+
+@compiled
+def ring_bell(plan, b):  # type: ignore[no-untyped-def]
+    """Something about batch b changed: wake those who wait for it."""
+    line = b * plan.params[PP_BATCH_LINE]
+    atomic_store(plan.words, line + W_SEQUENCE, np.int32(plan.words[line + W_SEQUENCE] + 1))
+    fence()
+    if atomic_load(plan.words, line + W_SLEEPERS) > 0:
+        futex_wake(plan.words, line + W_SEQUENCE, 1 << 30)
+
+
+@compiled
+def enqueue(plan, b):  # type: ignore[no-untyped-def]
+    """Append the batch to the queue of its class."""
+    queue = C_QUEUES + 2 * plan.batches[b].priority
+    plan.batches[b].queue_next = -1
+    if plan.control[queue] < 0:
+        plan.control[queue] = b
+    else:
+        plan.batches[plan.control[queue + 1]].queue_next = b
+    plan.control[queue + 1] = b
+    set_stage(plan, b, QUEUED)
+
+
+@compiled
+def dequeue(plan, b):  # type: ignore[no-untyped-def]
+    """Take the batch out of the queue of its class, wherever it stands in it."""
+    queue = C_QUEUES + 2 * plan.batches[b].priority
+    following = plan.batches[b].queue_next
+    if plan.control[queue] == b:
+        plan.control[queue] = following
+        return
+    before = plan.control[queue]
+    while plan.batches[before].queue_next != b:
+        before = plan.batches[before].queue_next
+    plan.batches[before].queue_next = following
+    if following < 0:
+        plan.control[queue + 1] = before
+
+
+@compiled
+def in_queue(stage):  # type: ignore[no-untyped-def]
+    """Whether a batch of this stage stands in the queue of its class."""
+    return stage == QUEUED or stage == PLANNING or stage == EXPANDING
+
+
+@compiled
+def reset_plan(plan, b, cursor):  # type: ignore[no-untyped-def]
+    """The batch holds nothing; its plan begins (again) at flat token `cursor`."""
+    layers = plan.params[PP_LAYERS]
+    plan.batches[b].cursor = cursor
+    plan.batches[b].start = cursor
+    plan.batches[b].planned = 0
+    plan.batches[b].layer = 0
+    plan.batches[b].expand = 0
+    plan.batches[b].need = 0
+    for layer in range(layers):
+        plan.layers[b * layers + layer].held = 0
+        plan.layers[b * layers + layer].unready = 0
+        plan.layers[b * layers + layer].cursor = 0
+        plan.layers[b * layers + layer].failed_slot = -1
+
+
+@compiled
+def take_requests(plan):  # type: ignore[no-untyped-def]
+    """New batches into their queues, releases into unwinding. How many."""
+    control, mask = plan.control, plan.params[PP_REQUESTS] - 1
+    head, tail = control[C_REQUEST_HEAD], atomic_load(control, C_REQUEST_TAIL)
+    count = 0
+    while head < tail and count < 64:
+        request = np.int64(plan.requests[head & mask])
+        head += 1
+        count += 1
+        b = request >> 1
+        if (request & 1) == SUBMIT:
+            plan.active[control[C_ACTIVE]] = b
+            control[C_ACTIVE] += 1
+            plan.stats[S_BATCHES] += 1
+            reset_plan(plan, b, 0)
+            enqueue(plan, b)
+        else:
+            release(plan, b)
+    atomic_store(control, C_REQUEST_HEAD, head)
+    return count
+
+
+@compiled
+def release(plan, b):  # type: ignore[no-untyped-def]
+    """Nobody wants the batch any more: leave its queue and unwind. A second release changes nothing."""
+    stage = stage_of(plan, b)
+    if plan.batches[b].released != 0 or stage == FREE_BATCH:
+        return
+    plan.batches[b].released = 1
+    if stage < DONE:
+        plan.stats[S_CANCELLED] += 1
+    if in_queue(stage):
+        dequeue(plan, b)
+    if stage != UNWINDING:
+        unwind_from_start(plan, b)
+
+
+@compiled
+def unwind_from_start(plan, b):  # type: ignore[no-untyped-def]
+    """Begin to drop the batch's references."""
+    plan.batches[b].layer = 0
+    plan.batches[b].expand = 0
+    set_stage(plan, b, UNWINDING)
+
+
+# ---------------------------------------------------------------- planning
+
+
+@compiled
+def find_slot(plan, set_index, x, group):  # type: ignore[no-untyped-def]
+    """Slot of the bundle, or -1; a hit in the directory is made known to the policy."""
+    way = probe(plan.directory, set_index, x, group)
+    if way >= 0:
+        touch(plan.directory, plan.sketch, set_index, way)
+        return np.int64(plan.directory[set_index].slot[way])
+    if plan.control[C_OVERFLOW] > 0:
+        return np.int64(overflow_find(plan.overflow, x, group))
+    return np.int64(-1)
+
+
+@compiled
+def look_up_block(plan, first, count):  # type: ignore[no-untyped-def]
+    """Ask for the sets of `count` positions' keys, then probe them: slot or -1 (absent), -2 (not served here) into `found`."""
+    groups = plan.groups.shape[0]
+    sets, world, rank = plan.directory.shape[0], plan.params[PP_WORLD], plan.params[PP_RANK]
+    k = 0
+    for _ in range(count):
+        for g in range(groups):
+            x, group = plan.keys[first * groups + k], plan.groups[g].number
+            plan.sets[k] = set_of(x, group, sets)
+            prefetch_set(plan.directory, plan.sets[k])
+            prefetch_sketch(plan.sketch, x, group)
+            k += 1
+    k = 0
+    for _ in range(count):
+        for g in range(groups):
+            x, group = plan.keys[first * groups + k], plan.groups[g].number
+            if plan.groups[g].heads > 0 and (world == 1 or np.int64(mix(x, group) % np.uint64(world)) == rank):
+                slot = find_slot(plan, plan.sets[k], x, group)
+                record_access(plan.sketch, x, group)
+                if slot >= 0:
+                    prefetch(address_of(plan.slots, slot))
+                plan.found[k] = slot
+            else:
+                plan.found[k] = -2
+            k += 1
+
+
+@compiled
+def slot_for(plan, b, k, x, group, order):  # type: ignore[no-untyped-def]
+    """The slot that the look-up found, or a new one for a bundle that is absent; -1: none to be had."""
+    slots, slot = plan.slots, np.int64(plan.found[k])
+    if slot >= 0 and (slots[slot].x != x or slots[slot].group != group or slots[slot].where == NOWHERE):
+        slot = np.int64(-1)                                  # pushed out by this very block
+    if slot < 0:
+        slot = find_slot(plan, plan.sets[k], x, group)       # a neighbour in this block may have brought it
+    if slot >= 0:
+        return slot
+    slot = take(plan.control, plan.stats, plan.directory, plan.sketch, slots, plan.overflow, plan.sets[k], x, group,
+                plan.batches[b].priority)
+    if slot >= 0:
+        plan.batches[b].misses += 1
+        plan.stats[S_MISSES + order] += 1
+    return slot
+
+
+@compiled
+def hold(plan, state, b, slot, layer, order, held):  # type: ignore[no-untyped-def]
+    """Count the batch among the users of the slot, once, and list the slot. Joining a read of the other class may speed it up."""
+    slots, batches = plan.slots, plan.batches
+    if slots[slot].ticket == batches[b].ticket:
+        plan.stats[S_REPEATS + order] += 1
+        return
+    slots[slot].ticket = batches[b].ticket
+    if slots[slot].refs == 0 and slots[slot].status == SLOT_READY:
+        plan.control[C_IDLE] -= 1
+    slots[slot].refs += 1
+    line = b * plan.params[PP_LAYERS] + layer
+    held[layer, plan.layers[line].held] = slot
+    plan.layers[line].held += 1
+    batches[b].need += 1
+    status = slots[slot].status
+    if status == SLOT_READY:
+        plan.stats[S_HITS + order] += 1
+        return
+    plan.layers[line].unready += 1
+    if status == SLOT_READING:
+        batches[b].joined += 1
+        plan.stats[S_JOINS + order] += 1
+        if batches[b].priority == STEP and slots[slot].priority == BACKGROUND:
+            promote(plan, state, slot)
+
+
+@compiled
+def settle_block(plan, state, b, first, block, out, held):  # type: ignore[no-untyped-def]
+    """Give each of the looked-up keys its slot, in `out`, and count the batch among its users. False: no slot to be had."""
+    groups, k = plan.groups.shape[0], 0
+    for t in range(plan.batches[b].planned + first, plan.batches[b].planned + first + block):
+        for g in range(groups):
+            group = plan.groups[g]
+            slot = np.int64(-1)
+            if plan.found[k] != -2:
+                slot = slot_for(plan, b, k, plan.keys[first * groups + k], group.number, group.order)
+                if slot < 0:
+                    return False
+                hold(plan, state, b, slot, group.layer, group.order, held)
+            out[group.layer, t, group.order] = slot
+            k += 1
+    return True
+
+
+@compiled
+def plan_slice(plan, state, b):  # type: ignore[no-untyped-def]
+    """Plan the next SLICE flat tokens of the batch. False: no slot was to be had, the batch must give back what it holds."""
+    batch, groups, orders = plan.batches[b], plan.groups.shape[0], plan.params[PP_ORDERS]
+    tokens = carray(as_pointer(batch.tokens), batch.flat, np.int32)
+    flags = carray(as_pointer(batch.flags), batch.flat, np.uint8)
+    layers = plan.params[PP_LAYERS]
+    out = carray(as_pointer(batch.slots), (layers, batch.positions, orders), np.int32)
+    held = carray(as_pointer(batch.held), (layers, batch.positions * orders), np.int32)
+    stop = min(batch.cursor + SLICE, batch.flat)
+    if batch.window > 0:
+        stop = min(stop, batch.start + batch.window)
+    count = ngram_keys(tokens, flags, batch.cursor, stop, plan.token_map, plan.multipliers, plan.params[PP_RULE],
+                       plan.params[PP_FILL], plan.keys.reshape(SLICE, layers, orders))
+    for first in range(0, count, BLOCK):
+        block = min(BLOCK, count - first)
+        look_up_block(plan, first, block)
+        if not settle_block(plan, state, b, first, block, out, held):
+            return False
+        batch.probes += block * groups
+    batch.cursor = stop
+    batch.planned += count
+    plan.stats[S_TOKENS] += count
+    return True
+
+
+@compiled
+def expand_slice(plan, state, b):  # type: ignore[no-untyped-def]
+    """Make the page reads of the next bundles of one layer that the batch holds and nobody reads yet: BLOCKED (no free
+    records), MORE, LAYER_DONE or ALL_DONE."""
+    batch, layers = plan.batches[b], plan.params[PP_LAYERS]
+    held = carray(as_pointer(batch.held), (layers, batch.positions * plan.params[PP_ORDERS]), np.int32)
+    mine = plan.layers[b * layers + batch.layer]
+    stop = min(mine.held, batch.expand + EXPAND_SCAN) if mine.unready > 0 else batch.expand
+    made = 0
+    while batch.expand < stop and made < EXPAND_SLICE:
+        slot = held[batch.layer, batch.expand]
+        if plan.slots[slot].status == SLOT_RESERVED:
+            pages = expand_bundle(plan, state, slot, batch.ticket, batch.priority)
+            if pages < 0:
+                return BLOCKED
+            batch.reads += pages
+            made += 1
+        batch.expand += 1
+    if batch.expand < mine.held and mine.unready > 0:
+        return MORE
+    batch.layer += 1
+    batch.expand = 0
+    return ALL_DONE if batch.layer == layers else LAYER_DONE
+
+
+@compiled
+def starve(plan, b):  # type: ignore[no-untyped-def]
+    """No slot was to be had. Alone with its slots, the batch is too large; else it gives all back and tries again later."""
+    line = b * plan.params[PP_BATCH_LINE]
+    plan.stats[S_STARVED] += 1
+    dequeue(plan, b)
+    if plan.batches[b].need >= plan.params[PP_SLOTS] - plan.groups.shape[0]:
+        atomic_store(plan.words, line + W_ERROR, np.int32(TOO_LARGE))
+        ring_bell(plan, b)
+    else:
+        atomic_store(plan.words, line + W_STARVED, np.int32(1))
+    unwind_from_start(plan, b)
+    other = plan.control[C_QUEUES + 2]
+    if plan.batches[b].priority == STEP and other >= 0 and stage_of(plan, other) == PLANNING:
+        dequeue(plan, other)                                 # half a plan holds slots and cannot go on before this one
+        atomic_store(plan.words, other * plan.params[PP_BATCH_LINE] + W_STARVED, np.int32(1))
+        unwind_from_start(plan, other)
+
+
+@compiled
+def must_wait_for_slots(plan, b):  # type: ignore[no-untyped-def]
+    """Whether the batch starved and nothing was given back since."""
+    return plan.words[b * plan.params[PP_BATCH_LINE] + W_STARVED] != 0 and plan.batches[b].given == plan.control[C_GIVEN]
+
+
+@compiled
+def advance_head(plan, state, b):  # type: ignore[no-untyped-def]
+    """One slice of work on the batch at the head of its queue. Whether there was any to do."""
+    if stage_of(plan, b) == QUEUED:
+        if must_wait_for_slots(plan, b):
+            return False
+        if plan.batches[b].taken_ns == 0:
+            plan.batches[b].taken_ns = now_ns()
+        atomic_store(plan.words, b * plan.params[PP_BATCH_LINE] + W_STARVED, np.int32(0))
+        set_stage(plan, b, PLANNING)
+    if stage_of(plan, b) == PLANNING:
+        if not plan_slice(plan, state, b):
+            starve(plan, b)
+        elif window_is_planned(plan, b):
+            plan.batches[b].planned_ns = now_ns()
+            set_stage(plan, b, EXPANDING)
+            if nothing_to_read(plan, b):
+                finish_expanding(plan, b)
+        return True
+    push = C_PUSH + plan.batches[b].priority
+    if plan.control[push] != 0:
+        return False                                         # first the records of the layer before
+    outcome = expand_slice(plan, state, b)
+    if outcome != MORE:
+        plan.control[push] = 1
+    if outcome == ALL_DONE:
+        finish_expanding(plan, b)
+    return outcome != BLOCKED
+
+
+@compiled
+def window_is_planned(plan, b):  # type: ignore[no-untyped-def]
+    """Whether the plan reached the end of the batch, or of its present window."""
+    batch = plan.batches[b]
+    return batch.cursor >= batch.flat or (batch.window > 0 and batch.cursor >= batch.start + batch.window)
+
+
+@compiled
+def nothing_to_read(plan, b):  # type: ignore[no-untyped-def]
+    """Whether every bundle of the batch was ready when it was planned."""
+    layers = plan.params[PP_LAYERS]
+    for layer in range(layers):
+        if plan.layers[b * layers + layer].unready > 0:
+            return False
+    return True
+
+
+@compiled
+def finish_expanding(plan, b):  # type: ignore[no-untyped-def]
+    """All page reads are made: leave the queue, wait for the rows."""
+    dequeue(plan, b)
+    set_stage(plan, b, WAITING)
+    publish_layers(plan, b)
+
+
+# ---------------------------------------------------------------- completion
+
+
+@compiled
+def publish_layers(plan, b):  # type: ignore[no-untyped-def]
+    """Move each layer's cursor over the slots that are ready; publish the layers whose cursor is at its end."""
+    batch, layers, line = plan.batches[b], plan.params[PP_LAYERS], b * plan.params[PP_BATCH_LINE]
+    held = carray(as_pointer(batch.held), (layers, batch.positions * plan.params[PP_ORDERS]), np.int32)
+    complete = True
+    for layer in range(layers):
+        if plan.words[line + W_LAYER + layer] != 0:
+            continue
+        mine = plan.layers[b * layers + layer]
+        if mine.unready == 0:
+            mine.cursor = mine.held
+        while mine.cursor < mine.held:
+            status = plan.slots[held[layer, mine.cursor]].status
+            if status == SLOT_FAILED and mine.failed_slot < 0:
+                mine.failed_slot = held[layer, mine.cursor]
+            if status != SLOT_READY and status != SLOT_FAILED:
+                break
+            mine.cursor += 1
+        if mine.cursor < mine.held:
+            complete = False
+            continue
+        mine.published_ns = now_ns()
+        atomic_store(plan.words, line + W_LAYER + layer, np.int32(LAYER_READY if mine.failed_slot < 0 else LAYER_FAILED))
+        ring_bell(plan, b)
+    if complete:
+        finish_batch(plan, b)
+
+
+@compiled
+def finish_batch(plan, b):  # type: ignore[no-untyped-def]
+    """Every layer is published. A windowed batch gives its slots back at once and goes on with its next window."""
+    batch = plan.batches[b]
+    batch.published_ns = now_ns()
+    us = (batch.published_ns - batch.taken_ns) // 1000
+    bucket = 0
+    while us > 0 and bucket < 31:
+        us >>= 1
+        bucket += 1
+    plan.stats[S_ENGINE_US + bucket] += 1
+    set_stage(plan, b, DONE)
+    ring_bell(plan, b)
+    if batch.window > 0:
+        unwind_from_start(plan, b)
+
+
+@compiled
+def unwind_slice(plan, b):  # type: ignore[no-untyped-def]
+    """Drop the next references of the batch; after the last it waits for GPU words, goes on with a window, or queues again."""
+    batch, layers = plan.batches[b], plan.params[PP_LAYERS]
+    held = carray(as_pointer(batch.held), (layers, batch.positions * plan.params[PP_ORDERS]), np.int32)
+    if batch.released != 0 and not words_arrived(plan, b):
+        return False                                         # the GPU may still read these slots
+    budget = UNWIND_SLICE
+    while batch.layer < layers:
+        mine = plan.layers[b * layers + batch.layer]
+        stop = min(mine.held, batch.expand + budget)
+        budget -= stop - batch.expand
+        for k in range(batch.expand, stop):
+            drop_reference(plan.control, plan.directory, plan.slots, plan.overflow, held[batch.layer, k])
+        batch.expand = stop
+        if stop < mine.held:
+            return True
+        batch.layer += 1
+        batch.expand = 0
+    after_unwinding(plan, b)
+    return True
+
+
+@compiled
+def after_unwinding(plan, b):  # type: ignore[no-untyped-def]
+    """The batch holds nothing: free it, or let it plan (its next window, or from the start if it had starved)."""
+    batch, layers, line = plan.batches[b], plan.params[PP_LAYERS], b * plan.params[PP_BATCH_LINE]
+    batch.given = plan.control[C_GIVEN]
+    windowed_end = batch.window > 0 and batch.cursor >= batch.flat and plan.words[line + W_STARVED] == 0
+    if batch.released != 0 or windowed_end:
+        free_batch(plan, b)
+        return
+    if plan.words[line + W_ERROR] != NO_ERROR:
+        reset_plan(plan, b, 0)
+        set_stage(plan, b, DONE)                             # until it is released
+        return
+    if plan.words[line + W_STARVED] == 0:
+        batch.start = batch.cursor
+    for layer in range(layers):
+        atomic_store(plan.words, line + W_LAYER + layer, np.int32(0))
+    reset_plan(plan, b, batch.start)
+    enqueue_again(plan, b)
+
+
+@compiled
+def enqueue_again(plan, b):  # type: ignore[no-untyped-def]
+    """A starved batch goes back to the head of its queue (first come, first served); a windowed one to its end."""
+    queue = C_QUEUES + 2 * plan.batches[b].priority
+    if plan.words[b * plan.params[PP_BATCH_LINE] + W_STARVED] == 0 or plan.control[queue] < 0:
+        enqueue(plan, b)
+        return
+    plan.batches[b].queue_next = plan.control[queue]
+    plan.control[queue] = b
+    set_stage(plan, b, QUEUED)
+
+
+@compiled
+def words_arrived(plan, b):  # type: ignore[no-untyped-def]
+    """Whether the GPU has stored the batch's ticket behind every gather that was launched for it."""
+    batch, layers = plan.batches[b], plan.params[PP_LAYERS]
+    for layer in range(layers):
+        if (batch.words >> layer) & 1 and atomic_load(plan.gpu_words, b * layers + layer) != batch.ticket:
+            return False
+    return True
+
+
+@compiled
+def free_batch(plan, b):  # type: ignore[no-untyped-def]
+    """Take the batch out of the active list; its row may be used again."""
+    control = plan.control
+    k = 0
+    while plan.active[k] != b:
+        k += 1
+    control[C_ACTIVE] -= 1
+    for j in range(k, control[C_ACTIVE]):
+        plan.active[j] = plan.active[j + 1]
+    set_stage(plan, b, FREE_BATCH)
+    ring_bell(plan, b)
+
+
+@compiled
+def settle_reads(plan, state, most):  # type: ignore[no-untyped-def]
+    """Settle up to `most` page records that readers are done with, a share from each reader. How many."""
+    capacity, count = state.params[P_DONE_CAPACITY], 0
+    for reader in range(state.params[P_READERS]):
+        line = READER_LINES + reader * READER_WORDS
+        head = state.control[line + R_DONE_HEAD]
+        stop = min(atomic_load(state.control, line + R_DONE_TAIL), head + most // state.params[P_READERS] + 1)
+        while head < stop:
+            settle_page(plan, state, np.int64(state.done_ring[reader * capacity + (head & (capacity - 1))]))
+            head += 1
+            count += 1
+        atomic_store(state.control, line + R_DONE_HEAD, head)
+    return count
+
+
+@compiled
+def tend_batches(plan, settled):  # type: ignore[no-untyped-def]
+    """Publish what became ready, unwind what is to be unwound. (slices of work done, batches that wait for the GPU)."""
+    work, waiting_for_gpu, k = 0, 0, 0
+    while k < plan.control[C_ACTIVE]:
+        b = np.int64(plan.active[k])
+        stage = stage_of(plan, b)
+        if stage == WAITING and settled > 0:
+            publish_layers(plan, b)
+        elif stage == UNWINDING:
+            if unwind_slice(plan, b):
+                work += 1
+            else:
+                waiting_for_gpu += 1
+        if k < plan.control[C_ACTIVE] and plan.active[k] == b:
+            k += 1
+    return work, waiting_for_gpu
+
+
+# ---------------------------------------------------------------- the drive's health, sleeping, the loop
+
+
+@compiled
+def oldest_read_ns(state):  # type: ignore[no-untyped-def]
+    """When the oldest read in any drive was submitted, 0: none is under way."""
+    oldest = np.int64(0)
+    for reader in range(state.params[P_READERS]):
+        submitted = atomic_load(state.control, READER_LINES + reader * READER_WORDS + R_OLDEST_NS)
+        if submitted > 0 and (oldest == 0 or submitted < oldest):
+            oldest = submitted
+    return oldest
+
+
+@compiled
+def look_at_drive(plan, state, now):  # type: ignore[no-untyped-def]
+    """DEGRADED while a read is under way for longer than it may be; SERVING again when that is over. Whether any is."""
+    oldest = oldest_read_ns(state)
+    late = oldest > 0 and now - oldest > plan.params[PP_DEGRADED_NS]
+    if late and plan.control[C_STATE] != DEGRADED:
+        plan.stats[S_DEGRADED] += 1
+        atomic_store(plan.control, C_STATE, np.int64(DEGRADED))
+        for k in range(plan.control[C_ACTIVE]):
+            ring_bell(plan, np.int64(plan.active[k]))
+    elif not late and plan.control[C_STATE] == DEGRADED:
+        atomic_store(plan.control, C_STATE, np.int64(SERVING))
+    return oldest > 0
+
+
+@compiled
+def nothing_arrived(plan, state):  # type: ignore[no-untyped-def]
+    """Whether request ring and done rings are empty."""
+    if atomic_load(plan.control, C_REQUEST_TAIL) != plan.control[C_REQUEST_HEAD]:
+        return False
+    for reader in range(state.params[P_READERS]):
+        line = READER_LINES + reader * READER_WORDS
+        if atomic_load(state.control, line + R_DONE_TAIL) != state.control[line + R_DONE_HEAD]:
+            return False
+    return True
+
+
+@compiled
+def sleep(plan, state, longest_ns):  # type: ignore[no-untyped-def]
+    """Sleep until somebody rings, or for `longest_ns` (< 0: no limit)."""
+    word = state.words[PLANNER_WORD]
+    atomic_exchange(state.control, PLANNER_ASLEEP, np.int64(1))
+    fence()
+    if nothing_arrived(plan, state) and atomic_load(state.control, STOP) == 0:
+        plan.stats[S_SLEEPS] += 1
+        futex_wait(state.words, PLANNER_WORD, word, longest_ns)
+    atomic_store(state.control, PLANNER_ASLEEP, np.int64(0))
+
+
+@compiled
+def work_on_heads(plan, state):  # type: ignore[no-untyped-def]
+    """A slice on the step queue's head, or, when there is none, on the background queue's. Slices of work done.
+
+    Behind a step batch that waits for slots, a background batch may finish what it began but not begin.
+    """
+    step, background = plan.control[C_QUEUES], plan.control[C_QUEUES + 2]
+    work = 0
+    if step >= 0:
+        work += advance_head(plan, state, step)
+    if background >= 0 and (step < 0 or (work == 0 and stage_of(plan, background) == EXPANDING)):
+        work += advance_head(plan, state, background)
+    return work
+
+
+@compiled
+def push_built_pages(plan, state):  # type: ignore[no-untyped-def]
+    """Hand records to the readers once their layer is complete (until then more rows may join them). Slices of work done."""
+    control, work = plan.control, 0
+    for priority in range(2):
+        if control[C_PUSH + priority] != 0:
+            if push_pages(plan, state, priority, PUSH_SLICE) > 0:
+                work += 1
+                wake_readers(state)
+            if control[C_BUILDING + priority] == 0:
+                control[C_PUSH + priority] = 0
+    return work
+
+
+@compiled
+def planner_loop(plan, state):  # type: ignore[no-untyped-def]
+    """Run until STOP. This is the whole life of the planner's thread."""
+    last_work = now_ns()
+    while atomic_load(state.control, STOP) == 0:
+        begin = now_ns()
+        work = take_requests(plan)
+        settled = settle_reads(plan, state, SETTLE_SLICE)
+        tended, waiting_for_gpu = tend_batches(plan, settled)
+        work += settled + tended + work_on_heads(plan, state) + push_built_pages(plan, state)
+        now = now_ns()
+        plan.stats[S_LOOPS] += 1
+        if work > 0:
+            plan.stats[S_BUSY_NS] += now - begin
+            plan.stats[S_LONGEST_NS] = max(plan.stats[S_LONGEST_NS], now - begin)
+            last_work = now
+            plan.control[C_TICKS] += 1
+            if plan.control[C_TICKS] & 1023 == 0:
+                look_at_drive(plan, state, now)
+        elif now - last_work > plan.params[PP_SPIN_NS]:
+            reading = look_at_drive(plan, state, now)
+            sleep(plan, state, POLL_NS if waiting_for_gpu > 0 else NAP_NS if reading else -1)

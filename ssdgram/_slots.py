@@ -1,0 +1,145 @@
+"""Slots: taken, found, counted, given back. Part of the planner's compiled loop; see the drawing in _plan_state.py.
+
+Each function does one thing to one slot. The invariant they keep together: a live slot is found in exactly one place, is in
+the free list only when nothing refers to it, and C_IDLE counts the READY ones of the directory that no batch uses, so that
+"can a slot be had at all" is one comparison and never a search in vain.
+"""
+
+from __future__ import annotations
+
+from ssdgram._compiled import compiled
+from ssdgram._plan_state import (C_FREE, C_GIVEN, C_HAND, C_IDLE, C_OVERFLOW, IN_DIRECTORY, IN_OVERFLOW, NOWHERE, S_EVICTIONS, S_RECLAIMS,
+                                 SLOT_FAILED, SLOT_FREE, SLOT_READY, SLOT_RESERVED)
+from ssdgram.cache import directory as cache_directory
+from ssdgram.cache import overflow as cache_overflow
+from ssdgram.cache.directory import EMPTY, WAYS, probe, set_of
+from ssdgram.cache.policy import insert, rank, remove
+
+overflow_find, overflow_insert, overflow_remove = cache_overflow.find, cache_overflow.insert, cache_overflow.remove
+directory_init, overflow_init = cache_directory.init, cache_overflow.init
+
+
+@compiled
+def free_all(control, slots):  # type: ignore[no-untyped-def]
+    """Put every slot into the free list, lowest first out."""
+    count = slots.shape[0]
+    for slot in range(count):
+        slots[slot].status = SLOT_FREE
+        slots[slot].ticket = -1
+        slots[slot].next = slot + 1 if slot + 1 < count else -1
+    control[C_FREE] = 0 if count > 0 else -1
+    control[C_FREE + 1] = count
+
+
+@compiled
+def give_back(control, slots, slot):  # type: ignore[no-untyped-def]
+    """Slot to the free list. Nothing refers to it any more."""
+    slots[slot].status = SLOT_FREE
+    slots[slot].where = NOWHERE
+    slots[slot].ticket = -1
+    slots[slot].next = control[C_FREE]
+    control[C_FREE] = slot
+    control[C_FREE + 1] += 1
+
+
+@compiled
+def reclaim(control, stats, directory, sketch, slots):  # type: ignore[no-untyped-def]
+    """Evict one bundle that no batch uses, the least useful one of the next set that has any. Whether there was one."""
+    sets = directory.shape[0]
+    s = control[C_HAND]
+    while control[C_IDLE] > 0:
+        s = s + 1 if s + 1 < sets else 0
+        worst, least = -1, 0
+        for way in range(WAYS):
+            slot = directory[s].slot[way]
+            if directory[s].group[way] != EMPTY and slots[slot].refs == 0 and slots[slot].status == SLOT_READY:
+                value = rank(directory, sketch, s, way)
+                if worst < 0 or value < least:
+                    worst, least = way, value
+        if worst >= 0:
+            control[C_HAND] = s
+            slot = directory[s].slot[worst]
+            remove(directory, s, worst)
+            control[C_IDLE] -= 1
+            stats[S_RECLAIMS] += 1
+            give_back(control, slots, slot)
+            return True
+    return False
+
+
+@compiled
+def pushed_out(control, stats, slots, overflow, slot):  # type: ignore[no-untyped-def]
+    """The policy took this slot's bundle out of the directory: free it, or keep it findable while it is in use."""
+    stats[S_EVICTIONS] += 1
+    if slots[slot].refs == 0:
+        control[C_IDLE] -= 1
+        give_back(control, slots, slot)
+    else:
+        overflow_insert(overflow, slots[slot].x, slots[slot].group, slot)
+        slots[slot].where = IN_OVERFLOW
+        control[C_OVERFLOW] += 1
+
+
+@compiled
+def take(control, stats, directory, sketch, slots, overflow, s, x, group, priority):  # type: ignore[no-untyped-def]
+    """A RESERVED slot for the bundle (x, group), which set `s` does not have; entered into the directory. -1: none to be had."""
+    if control[C_FREE + 1] == 0 and not reclaim(control, stats, directory, sketch, slots):
+        return -1
+    slot = control[C_FREE]
+    control[C_FREE] = slots[slot].next
+    control[C_FREE + 1] -= 1
+    slots[slot].x = x
+    slots[slot].group = group
+    slots[slot].ticket = -1
+    slots[slot].refs = 0
+    slots[slot].pending = 0
+    slots[slot].status = SLOT_RESERVED
+    slots[slot].failure = 0
+    slots[slot].priority = priority
+    slots[slot].where = IN_DIRECTORY
+    out = insert(directory, sketch, s, x, group, slot)
+    if out >= 0:
+        pushed_out(control, stats, slots, overflow, out)
+    return slot
+
+
+@compiled
+def forget(control, directory, slots, overflow, slot):  # type: ignore[no-untyped-def]
+    """Take the slot's bundle out of directory or overflow table, so that the next batch that wants it reads it anew."""
+    if slots[slot].where == IN_DIRECTORY:
+        s = set_of(slots[slot].x, slots[slot].group, directory.shape[0])
+        way = probe(directory, s, slots[slot].x, slots[slot].group)
+        if way >= 0:
+            remove(directory, s, way)
+    elif slots[slot].where == IN_OVERFLOW:
+        overflow_remove(overflow, slots[slot].x, slots[slot].group)
+        control[C_OVERFLOW] -= 1
+    slots[slot].where = NOWHERE
+
+
+@compiled
+def drop_reference(control, directory, slots, overflow, slot):  # type: ignore[no-untyped-def]
+    """One user less. The last one leaves the bundle to the directory if that has it whole, else gives the slot back."""
+    slots[slot].refs -= 1
+    if slots[slot].refs > 0:
+        return
+    control[C_GIVEN] += 1
+    if slots[slot].where == IN_DIRECTORY and slots[slot].status == SLOT_READY:
+        control[C_IDLE] += 1
+        return
+    forget(control, directory, slots, overflow, slot)
+    give_back(control, slots, slot)
+
+
+@compiled
+def row_placed(control, directory, slots, overflow, slot):  # type: ignore[no-untyped-def]
+    """One of the slot's rows is in place, or failed for good. The last one makes the bundle READY, or FAILED and forgotten."""
+    slots[slot].pending -= 1
+    if slots[slot].pending > 0:
+        return
+    if slots[slot].failure != 0:
+        forget(control, directory, slots, overflow, slot)
+        slots[slot].status = SLOT_FAILED
+    else:
+        slots[slot].status = SLOT_READY
+    drop_reference(control, directory, slots, overflow, slot)
