@@ -1,0 +1,41 @@
+"""`ssdgram doctor`: the findings of ssdgram.doctor as a table, or as JSON for scripts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import click
+
+from ssdgram.doctor import MISSING, NOTE, OK, SLOW, examine
+
+_MARKS = {OK: "[green]ok[/]", SLOW: "[yellow]slow[/]", MISSING: "[red]missing[/]", NOTE: "[dim]note[/]"}
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path), required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
+@click.option("--strict", is_flag=True, help="Exit with status 1 if anything is slow or missing.")
+def doctor(folder: Path | None, as_json: bool, strict: bool) -> None:
+    """What this machine lacks for full speed, and what to do about it.
+
+    FOLDER is where a store is, or shall be (default: the current folder): its file system and drive are looked at.
+    """
+    findings = examine(folder)
+    if as_json:
+        click.echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
+    else:
+        from rich.console import Console
+        from rich.markup import escape
+        from rich.table import Table
+
+        table = Table(title="SSDGram doctor", title_justify="left")
+        table.add_column("")
+        for name in ("subject", "found", "wanted", "what to do"):
+            table.add_column(name, overflow="fold")
+        for finding in findings:
+            table.add_row(_MARKS[finding.verdict], *map(escape, (finding.subject, finding.found, finding.wanted, finding.advice)))
+        Console().print(table)
+    if strict and any(finding.verdict in (SLOW, MISSING) for finding in findings):
+        raise click.exceptions.Exit(1)
