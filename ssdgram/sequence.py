@@ -1,0 +1,164 @@
+"""Sequences of tokens, and their flat form that the compiled code works on.
+
+A Sequence is what one request asks for: T token ids, which of them take part, and the tokens before them. It copies what it
+is given, once, so later changes by the caller do not matter. It does not know the vocabulary: `check_ids` does the checking.
+Invariant: ids at positions that take no part are never looked at; what does not fit an int32 is clipped, which keeps a
+bad id bad (no vocabulary has 2^31 - 1 ids), and its true value is kept for the message.
+
+    flat_tokens   [ lookback, oldest first, at most MAX_NGRAM - 1 ][ tokens                  ]   int32
+    flat_flags    STARTS at index 0; PARTICIPATES where it does    [ OUTPUT on each of these ]   uint8
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ssdgram.errors import TokenError
+from ssdgram.geometry import MAX_NGRAM
+from ssdgram.kernels.hash import OUTPUT, PARTICIPATES, STARTS, check_tokens
+
+_LOW, _HIGH = -2**31, 2**31 - 1
+_NONE = np.empty(0, np.int32)
+
+
+class Sequence:
+    """T tokens of one request (or a chunk of them), for `Store.prefetch` and `flatten`.
+
+    `tokens`: integers [T], raw ids, NumPy, torch or a list. `participates`: bool [T], False where a token takes no part (an
+    image span); None: all do. `lookback`: raw ids before the tokens, oldest first; None or shorter than n - 1: the sequence
+    starts there; longer: the last n - 1 count. `lookback_participates`: bool, as long as `lookback`. TokenError for wrong
+    types and lengths. A CUDA tensor of tokens is kept as `device_tokens` and not waited for.
+    """
+
+    __slots__ = ("_length", "_wide", "device_tokens", "flat_flags", "flat_tokens", "lookback_length")
+
+    def __init__(self, tokens: Any, participates: Any = None, lookback: Any = None, lookback_participates: Any = None) -> None:
+        self.device_tokens = tokens if _is_torch(tokens) and tokens.is_cuda else None
+        own = _integers(tokens, "tokens") if self.device_tokens is None else np.zeros(_vector_length(tokens), np.int32)
+        own_part = _booleans(participates, len(own), "participates")
+        before = _NONE if lookback is None else _integers(lookback, "lookback")
+        before_part = _booleans(lookback_participates, len(before), "lookback_participates")
+        kept = min(len(before), MAX_NGRAM - 1)
+        cut = len(before) - kept
+        self._length, self.lookback_length = len(own), kept
+        self.flat_tokens = np.empty(kept + len(own), np.int32)
+        self.flat_flags = np.full(kept + len(own), PARTICIPATES | OUTPUT, np.uint8)
+        self._wide = _clip_into(self.flat_tokens, own, kept)
+        if own_part is not None:
+            self.flat_flags[kept:] -= PARTICIPATES * ~own_part
+        if kept:
+            self._wide.update(_clip_into(self.flat_tokens, before[cut:], 0))
+            self.flat_flags[:kept] = PARTICIPATES
+            if before_part is not None:
+                self.flat_flags[:kept] = PARTICIPATES * before_part[cut:]
+        self.flat_flags[:1] |= STARTS
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __repr__(self) -> str:
+        return f"Sequence({len(self)} tokens, {self.lookback_length} of lookback)"
+
+    def token_at(self, flat_index: int) -> int:
+        """The id that was given for a flat position, before any clipping."""
+        return self._wide.get(flat_index, int(self.flat_tokens[flat_index]))
+
+
+def flatten(sequences: list[Sequence], n: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """(flat_tokens int32 [N], flat_flags uint8 [N], T) of sequences one behind the other, lookbacks cut to the last n - 1.
+
+    The arrays may be a sequence's own: they are not to be written. Tokens still on a device count as zeros here.
+    """
+    if len(sequences) == 1 and sequences[0].lookback_length < n:
+        only = sequences[0]
+        return only.flat_tokens, only.flat_flags, len(only)
+    cuts = [max(0, sequence.lookback_length - (n - 1)) for sequence in sequences]
+    flat_tokens = np.concatenate([np.empty(0, np.int32), *[s.flat_tokens[cut:] for s, cut in zip(sequences, cuts)]])
+    flat_flags = np.concatenate([np.empty(0, np.uint8), *[s.flat_flags[cut:] for s, cut in zip(sequences, cuts)]])
+    lengths = [len(sequence.flat_tokens) - cut for sequence, cut in zip(sequences, cuts)]
+    starts = np.cumsum([0, *lengths])[:-1]
+    flat_flags[starts[np.array(lengths, np.int64) > 0]] |= STARTS
+    return flat_tokens, flat_flags, sum(len(sequence) for sequence in sequences)
+
+
+def check_ids(sequences: list[Sequence], n: int, flat_tokens: np.ndarray, flat_flags: np.ndarray, vocab_size: int) -> None:
+    """TokenError naming the first id that takes part and is not in 0 .. vocab_size - 1; the arrays are `flatten`'s."""
+    index = check_tokens(flat_tokens, flat_flags, vocab_size)
+    if index >= 0:
+        raise bad_id(sequences, n, index, vocab_size)
+
+
+def bad_id(sequences: list[Sequence], n: int, index: int, vocab_size: int, token: int | None = None) -> TokenError:
+    """The error for flat position `index` of `flatten(sequences, n)`; `token`: its id, where only the caller knows it."""
+    cuts = [max(0, sequence.lookback_length - (n - 1)) for sequence in sequences]
+    ends = np.cumsum([len(sequence.flat_tokens) - cut for sequence, cut in zip(sequences, cuts)])
+    number = int(np.searchsorted(ends, index, side="right"))
+    sequence, cut = sequences[number], cuts[number]
+    index -= int(ends[number]) - (len(sequence.flat_tokens) - cut)
+    position = index + cut - sequence.lookback_length
+    found = sequence.token_at(index + cut) if token is None else token
+    place = f"position {position}" if position >= 0 else f"lookback position {position} (before the first token)"
+    if len(sequences) > 1:
+        place += f" of sequence {number}"
+    advice = "mark placeholders with participates=False" if found < 0 else "is this the model's tokenizer?"
+    return TokenError(f"{place} holds token id {found}: expected 0 .. {vocab_size - 1} (a vocabulary of {vocab_size}); {advice}")
+
+
+def on_host(tokens: Any) -> Any:
+    """`tokens`, copied to the host if they are a tensor on a device."""
+    return tokens.cpu() if _is_torch(tokens) else tokens
+
+
+def _is_torch(value: Any) -> bool:
+    """Whether `value` is a torch tensor, found out without importing torch."""
+    kind = type(value)
+    return kind is not np.ndarray and any(base.__module__ == "torch" and base.__name__ == "Tensor" for base in kind.__mro__)
+
+
+def _vector_length(tensor: Any) -> int:
+    if tensor.ndim != 1 or tensor.dtype.is_floating_point or tensor.dtype.is_complex or "bool" in str(tensor.dtype):
+        raise TokenError(f"tokens are {tensor.dtype} {list(tensor.shape)}: expected integers of shape [T]")
+    return len(tensor)
+
+
+def _array(value: Any) -> np.ndarray:
+    if _is_torch(value):
+        value = value.detach().cpu().numpy()
+    try:
+        return np.asarray(value)
+    except ValueError as error:
+        raise TokenError(f"a list is not rectangular ({error}): expected integers of shape [T]") from error
+
+
+def _integers(value: Any, name: str) -> np.ndarray:
+    """`value` as an integer array [T]; TokenError if it is something else."""
+    array = _array(value)
+    if array.shape == (0,) and isinstance(value, (list, tuple)):   # NumPy makes floats of an empty list
+        return _NONE
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise TokenError(f"{name} are {array.dtype} {list(array.shape)}: expected integers of shape [T]")
+    return array
+
+
+def _booleans(value: Any, length: int, name: str) -> np.ndarray | None:
+    """`value` as a bool array [length], None if it is None; TokenError if it is something else."""
+    if value is None:
+        return None
+    array = _array(value)
+    if array.shape != (length,) or (array.dtype.kind not in "biu" and length > 0):
+        raise TokenError(f"{name} is {array.dtype} {list(array.shape)}: expected bool of shape [{length}], one per token")
+    return array.astype(bool)
+
+
+def _clip_into(out: np.ndarray, ids: np.ndarray, offset: int) -> dict[int, int]:
+    """Copy `ids` to the int32 array `out` from `offset` on; those that do not fit are clipped, and returned as {index: id}."""
+    part = out[offset:offset + len(ids)]
+    part[:] = ids                                            # wraps what does not fit ...
+    if ids.dtype.itemsize < 4 or ids.dtype == np.int32 or (part == ids).all():
+        return {}
+    wide = np.flatnonzero(part != ids)
+    for index in wide:                                       # ... which only bad ids and placeholders' hashes do
+        part[index] = min(max(int(ids[index]), _LOW), _HIGH)
+    return {offset + int(index): int(ids[index]) for index in wide}
