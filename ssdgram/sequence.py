@@ -47,12 +47,12 @@ class Sequence:
         self.flat_flags = np.full(kept + len(own), PARTICIPATES | OUTPUT, np.uint8)
         self._wide = _clip_into(self.flat_tokens, own, kept)
         if own_part is not None:
-            self.flat_flags[kept:] -= PARTICIPATES * ~own_part
+            self.flat_flags[kept:] = own_part.view(np.uint8) * PARTICIPATES | OUTPUT
         if kept:
             self._wide.update(_clip_into(self.flat_tokens, before[cut:], 0))
             self.flat_flags[:kept] = PARTICIPATES
             if before_part is not None:
-                self.flat_flags[:kept] = PARTICIPATES * before_part[cut:]
+                self.flat_flags[:kept] = before_part[cut:].view(np.uint8) * PARTICIPATES
         self.flat_flags[:1] |= STARTS
 
     def __len__(self) -> int:
