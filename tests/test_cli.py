@@ -45,8 +45,8 @@ def test_every_command_has_a_help_page(name):
 
 
 def test_module_and_version():
-    answer = subprocess.run([sys.executable, "-m", "ssdgram", "--version"], check=True, capture_output=True, text=True, timeout=60)
-    assert answer.stdout == f"ssdgram, version {ssdgram.__version__}\n"
+    output = subprocess.check_output([sys.executable, "-m", "ssdgram", "--version"], text=True, timeout=60)
+    assert output == f"ssdgram, version {ssdgram.__version__}\n"
 
 
 def test_an_unknown_command_is_named():
@@ -120,7 +120,7 @@ def test_a_plain_main_gets_its_arguments_and_its_status_counts(command):
 def test_benchmarks_are_found_by_their_sources(tmp_path, monkeypatch):
     import ssdgram.bench as bench
 
-    (tmp_path / "depth.py").write_text('"""Reads against depth.\n\nMore.\n"""\nimport no_such_package\n\ndef main(argv):\n    pass\n')
+    (tmp_path / "depth.py").write_text('"""Reads against depth.\n\nMore."""\nimport no_such_package\ndef main(argv): pass\n')
     (tmp_path / "shared.py").write_text('"""No entry point."""\n')
     (tmp_path / "_hidden.py").write_text("def main(argv): pass\n")
     monkeypatch.setattr(bench, "__path__", [str(tmp_path)])

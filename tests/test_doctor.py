@@ -33,7 +33,8 @@ V2, V1 = {"proc/self/cgroup": "0::/a/b\n"}, {"proc/self/cgroup": "4:cpu,cpuacct:
     ({**V2, "sys/fs/cgroup/cpu.max": "200000 100000\n"}, 2.0),            # in a container the path is that of the host
     ({**V2, "sys/fs/cgroup/a/b/cpu.max": "nonsense\n"}, None),
     ({**V2, "sys/fs/cgroup/a/b/cpu.max": "100 0\n"}, None),
-    ({**V1, "sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_quota_us": "250000\n", "sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_period_us": "100000\n"}, 2.5),
+    ({**V1, "sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_quota_us": "250000\n",
+      "sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_period_us": "100000\n"}, 2.5),
     ({**V1, "sys/fs/cgroup/cpu/x/cpu.cfs_quota_us": "50000\n", "sys/fs/cgroup/cpu/x/cpu.cfs_period_us": "100000\n"}, 0.5),
     ({**V1, "sys/fs/cgroup/cpu/x/cpu.cfs_quota_us": "-1\n", "sys/fs/cgroup/cpu/x/cpu.cfs_period_us": "100000\n"}, None),
 ])
