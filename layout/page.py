@@ -181,10 +181,10 @@ def _same_bytes(a, b, length):  # type: ignore[no-untyped-def]
     for k in range(words):
         if load_u64(a + 8 * k) != load_u64(b + 8 * k):
             return False
+    same = True
     for k in range(words * 8, length):
-        if load_u8(a + k) != load_u8(b + k):
-            return False
-    return True
+        same &= load_u8(a + k) == load_u8(b + k)
+    return same
 
 
 def describe(fault: int, row_bytes: int, number: int) -> str:
