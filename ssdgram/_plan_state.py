@@ -145,7 +145,7 @@ class Plan(NamedTuple):
     gpu_words: np.ndarray                                    # int64 [B * L]: the GPU stores a batch's ticket here; pinned
     slots: np.ndarray                                        # SLOT [S]
     directory: np.ndarray                                    # SET [sets]
-    sketch: np.ndarray                                       # uint64
+    sketch: np.ndarray                                       # BLOCK [sets]
     overflow: np.ndarray                                     # CELL
     buckets: np.ndarray                                      # int32 [PP_BUCKETS]: page records by (file, page), chained
     building: np.ndarray                                     # int32 [2 * P]: page records made and not yet pushed, by class

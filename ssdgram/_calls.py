@@ -1,0 +1,120 @@
+"""The caller's side of the planner, compiled: hand in a batch, hand it back, wait for a layer. Run by any Python thread, GIL-free.
+
+They pass single arrays, not the whole state: taking a tuple of forty arrays apart would cost more than the work.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ssdgram._compiled import (atomic_add, atomic_exchange, atomic_load, atomic_store, compiled, fence, futex_wait, futex_wake, now_ns)
+from ssdgram._plan_state import (C_REQUEST_TAIL, FREE_BATCH, NO_ERROR, QUEUED, RELEASE, SUBMIT, W_ERROR, W_LAYER, W_SEQUENCE,
+                                 W_SLEEPERS, W_STAGE)
+from ssdgram._state import PLANNER_ASLEEP, PLANNER_WORD
+
+TIMED_OUT, READY, FAILED, REFUSED = range(4)                 # what a wait comes to
+
+
+@compiled
+def push_request(requests, plan_control, control, words, request):  # type: ignore[no-untyped-def]
+    """Append to the request ring (the caller holds the store's lock; the ring has room for every batch) and wake the planner."""
+    tail = plan_control[C_REQUEST_TAIL]
+    requests[tail & (requests.shape[0] - 1)] = request
+    atomic_store(plan_control, C_REQUEST_TAIL, tail + 1)
+    fence()
+    if atomic_load(control, PLANNER_ASLEEP) != 0 and atomic_exchange(control, PLANNER_ASLEEP, np.int64(0)) != 0:
+        atomic_add(words, PLANNER_WORD, np.int32(1))
+        futex_wake(words, PLANNER_WORD, 1)
+
+
+@compiled
+def free_row(batch_words, line, start):  # type: ignore[no-untyped-def]
+    """A batch row that is FREE, looked for from row `start` on; -1: none."""
+    rows = batch_words.shape[0] // line
+    for k in range(rows):
+        row = (start + k) % rows
+        if atomic_load(batch_words, row * line + W_STAGE) == FREE_BATCH:
+            return row
+    return -1
+
+
+@compiled
+def submit(requests, plan_control, control, words, batches, batch_words, line, row, ticket, tokens, flags, slots, held, flat,
+           positions, window, priority):  # type: ignore[no-untyped-def]
+    """Fill a FREE row and hand it to the planner. Addresses as int64; the arrays behind them live until the row is FREE again."""
+    batch = batches[row]
+    batch.ticket = ticket
+    batch.tokens = tokens
+    batch.flags = flags
+    batch.slots = slots
+    batch.held = held
+    batch.flat = flat
+    batch.positions = positions
+    batch.window = window
+    batch.priority = priority
+    batch.released = 0
+    batch.words = 0
+    batch.taken_ns = batch.planned_ns = batch.published_ns = batch.busy_ns = 0
+    batch.probes = batch.misses = batch.joined = batch.reads = 0
+    batch.submitted_ns = now_ns()
+    for k in range(W_ERROR, line):
+        batch_words[row * line + k] = 0
+    atomic_store(batch_words, row * line + W_STAGE, np.int32(QUEUED))
+    push_request(requests, plan_control, control, words, np.int32(row * 2 + SUBMIT))
+
+
+@compiled
+def hand_back(requests, plan_control, control, words, batches, row, gpu_layers):  # type: ignore[no-untyped-def]
+    """Release a batch. `gpu_layers`: bit l says that a gather of layer l was launched, whose word the planner awaits."""
+    batches[row].words = gpu_layers
+    push_request(requests, plan_control, control, words, np.int32(row * 2 + RELEASE))
+
+
+@compiled
+def outcome(batch_words, base, layer):  # type: ignore[no-untyped-def]
+    """What a layer of the batch has come to, TIMED_OUT: nothing yet."""
+    state = atomic_load(batch_words, base + W_LAYER + layer)
+    if state != 0:
+        return np.int64(state)                               # LAYER_READY = READY, LAYER_FAILED = FAILED
+    if atomic_load(batch_words, base + W_ERROR) != NO_ERROR:
+        return np.int64(REFUSED)
+    return np.int64(TIMED_OUT)
+
+
+@compiled
+def wait_layer(batch_words, base, layer, timeout_ns, spin_ns):  # type: ignore[no-untyped-def]
+    """Wait until a layer is ready or failed or the batch refused, at most `timeout_ns`; spin for `spin_ns`, then sleep."""
+    begin = now_ns()
+    while True:
+        sequence = atomic_load(batch_words, base + W_SEQUENCE)
+        result = outcome(batch_words, base, layer)
+        if result != TIMED_OUT:
+            return result
+        waited = now_ns() - begin
+        if waited >= timeout_ns:
+            return np.int64(TIMED_OUT)
+        if waited < spin_ns:
+            continue
+        atomic_add(batch_words, base + W_SLEEPERS, np.int32(1))
+        fence()
+        futex_wait(batch_words, base + W_SEQUENCE, sequence, timeout_ns - waited)
+        atomic_add(batch_words, base + W_SLEEPERS, np.int32(-1))
+        if now_ns() - begin < timeout_ns and atomic_load(batch_words, base + W_SEQUENCE) == sequence:
+            return outcome(batch_words, base, layer)         # a signal: let Python look at it
+
+
+@compiled
+def wait_free(batch_words, base, timeout_ns):  # type: ignore[no-untyped-def]
+    """Wait until the batch's row is FREE. Whether it is."""
+    begin = now_ns()
+    while atomic_load(batch_words, base + W_STAGE) != FREE_BATCH:
+        sequence = atomic_load(batch_words, base + W_SEQUENCE)
+        waited = now_ns() - begin
+        if waited >= timeout_ns:
+            return False
+        atomic_add(batch_words, base + W_SLEEPERS, np.int32(1))
+        fence()
+        if atomic_load(batch_words, base + W_STAGE) != FREE_BATCH:
+            futex_wait(batch_words, base + W_SEQUENCE, sequence, timeout_ns - waited)
+        atomic_add(batch_words, base + W_SLEEPERS, np.int32(-1))
+    return True

@@ -1,0 +1,217 @@
+"""A Batch: the claim of one prefetch on its bundles, from the call until it is released.
+
+    batch = store.prefetch(tokens)          returns at once
+    batch.wait(layer)                       until that layer's rows are in their slots; raises what the reads raised
+    rows = batch.rows(layer)                new memory, outlives the batch
+    batch.release()                         its slots may be used again (also the end of a `with`)
+
+It belongs to one thread at a time. It reads the planner's words and its own plan, never the cache. Invariant: between
+prefetch and release every slot of its plan holds the bundle that was planned, or its layer fails.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ssdgram import _plan_state as p
+from ssdgram import _state as s
+from ssdgram._calls import FAILED, READY, REFUSED, TIMED_OUT, outcome, wait_layer
+from ssdgram.errors import (BatchReleasedError, BatchTooLargeError, ReadError, ReadTimeoutError, RowCheckError, StoreBusyError,
+                            TokenError)
+from ssdgram.layout.page import describe, page_fault, signed
+
+if TYPE_CHECKING:
+    import torch
+
+    from ssdgram.store import Store
+
+SPIN_NS = 20_000
+NAP_NS = 50_000_000                                          # a wait comes back to Python this often, so that Ctrl-C is answered
+
+
+class Batch:
+    """What `Store.prefetch` returns. `len(batch)` = T positions; `ticket` numbers the batches of a store from 1."""
+
+    __slots__ = ("__weakref__", "_base", "_flat", "_held", "_ready", "_released", "_row", "_slots", "_store", "ticket")
+
+    def __init__(self, store: Store, row: int, ticket: int, slots: np.ndarray, held: np.ndarray,
+                 flat: tuple[np.ndarray, np.ndarray]) -> None:
+        self._store, self._row, self.ticket = store, row, ticket
+        self._slots, self._held, self._flat = slots, held, flat
+        self._base = row * store._line
+        self._ready = [False] * slots.shape[0]
+        self._released = False
+
+    def __len__(self) -> int:
+        return int(self._slots.shape[1])
+
+    def __repr__(self) -> str:
+        state = "released" if self._released else "open"
+        return f"<Batch {self.ticket}: {len(self)} positions, {state}>"
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a Batch is a claim on its store's memory and cannot be pickled; pickle the tokens instead")
+
+    # ------------------------------------------------------------ waiting
+
+    def wait(self, layer: int | None = None, timeout_s: float = 30.0) -> None:
+        """Until the rows of `layer` (0-based decoder layer; None: of all layers) are in their slots.
+
+        Raises what their reads raised (ReadError, RowCheckError), ReadTimeoutError after `timeout_s`, StoreBusyError if there
+        were no slots in that time, BatchTooLargeError if there never can be. A degraded store cuts the time short.
+        """
+        self._check()
+        deadline = time.monotonic() + timeout_s
+        for index in range(len(self._ready)) if layer is None else (self._store._layer_index(layer),):
+            if not self._ready[index]:
+                self._wait_for(index, deadline)
+
+    def _wait_for(self, index: int, deadline: float) -> None:
+        store = self._store
+        words, begin = store._plan.words, time.monotonic()
+        result = int(outcome(words, self._base, index))
+        while result == TIMED_OUT:
+            now = time.monotonic()
+            if now >= self._cut_short(deadline, begin):
+                break
+            result = int(wait_layer(words, self._base, index, min(NAP_NS, max(0, int((deadline - now) * 1e9))), SPIN_NS))
+            if result == TIMED_OUT:
+                self._check()
+        store._count_wait(time.monotonic() - begin)
+        if result != READY:
+            raise self._error(index, result, time.monotonic() - begin)
+        self._ready[index] = True
+
+    def _cut_short(self, deadline: float, begin: float) -> float:
+        """The deadline; while the drive does not answer, a much nearer one."""
+        if self._store._plan.control[p.C_STATE] != p.DEGRADED:
+            return deadline
+        return min(deadline, begin + self._store.tuning.degraded_wait_s)
+
+    # ------------------------------------------------------------ results
+
+    def rows(self, layer: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The layer's rows as torch bfloat16 [T, columns, dim]: value = bf16(code * 2^(scale - 127)) (spec A7); waits for it."""
+        from ssdgram import _gather
+
+        return _gather.rows(self, self._store._layer_index(layer), out)
+
+    def packed(self, layer: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The layer's rows as torch uint8 [T, columns, row_bytes], byte for byte as in the checkpoint (codes, then scales)."""
+        from ssdgram import _gather
+
+        return _gather.packed(self, self._store._layer_index(layer), out)
+
+    def addresses(self, layer: int) -> torch.Tensor:
+        """Device addresses of the layer's bundles, torch int64 [T, orders], valid until release; 0: not served here."""
+        from ssdgram import _gather
+
+        return _gather.addresses(self, self._store._layer_index(layer))
+
+    @property
+    def timing(self) -> dict[str, float]:
+        """What the planner noted, in microseconds since the request was taken, and its counts. Only for a batch not released."""
+        self._check()
+        record = self._store._plan.batches[self._row]
+        taken = int(record["taken_ns"])
+        return {"queued_us": (taken - int(record["submitted_ns"])) / 1e3,
+                "planned_us": (int(record["planned_ns"]) - taken) / 1e3,
+                "published_us": (int(record["published_ns"]) - taken) / 1e3,
+                "probes": int(record["probes"]), "misses": int(record["misses"]), "joined": int(record["joined"]),
+                "reads": int(record["reads"]), "bundles": int(record["need"])}
+
+    # ------------------------------------------------------------ the end
+
+    def release(self) -> None:
+        """Give the slots back. Idempotent. Reads under way go on and fill the cache; nothing of them reaches this batch."""
+        if not self._released:
+            self._released = True
+            self._store._hand_back(self)
+
+    def __enter__(self) -> Batch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_released", True) and self._store._usable():
+            warnings.warn(f"{self!r} was dropped without release()", ResourceWarning, stacklevel=2, source=self)
+            self.release()
+
+    def _check(self) -> None:
+        self._store._check()
+        if self._released:
+            raise BatchReleasedError(f"batch {self.ticket} was released: its slots may hold other bundles by now")
+
+    # ------------------------------------------------------------ errors
+
+    def _error(self, index: int, result: int, waited_s: float) -> Exception:
+        layer = self._store.layers[index]
+        if result == FAILED:
+            return self._read_error(index, layer)
+        if result == REFUSED:
+            error = int(self._store._plan.words[self._base + p.W_ERROR])
+            if error == p.TOO_LARGE:
+                return BatchTooLargeError(self._distinct_bundles(), self._store.capacity)
+            return TokenError(f"batch {self.ticket}: a token id outside the vocabulary")
+        return self._timeout_error(index, layer, waited_s)
+
+    def _distinct_bundles(self) -> int:
+        keys = self._store._keys_of(*self._flat)
+        return sum(len(np.unique(keys[:, g])) for g in range(keys.shape[1]) if self._store._plan.groups["heads"][g] > 0)
+
+    def _timeout_error(self, index: int, layer: int, waited_s: float) -> Exception:
+        store, words = self._store, self._store._plan.words
+        if words[self._base + p.W_STARVED] or words[self._base + p.W_STAGE] in (p.QUEUED, p.PLANNING):
+            others = sorted(int(store._plan.batches["ticket"][b]) for b in store._plan.active[:int(store._plan.control[p.C_ACTIVE])]
+                            if b != self._row and store._plan.batches["ticket"][b] > 0)
+            return StoreBusyError(f"batch {self.ticket} found no free slots for {waited_s:.3g} s: unreleased batches {others} hold "
+                                  f"them; release batches earlier, or open the store with a larger dram= budget", others)
+        line = self._row * len(store.layers) + index
+        held = self._held[index, :int(store._plan.layers["held"][line])]
+        outstanding = int(store._plan.slots["pending"][np.unique(held)].sum())
+        state = p.STATE_NAMES[int(store._plan.control[p.C_STATE])]
+        return ReadTimeoutError(f"layer {layer} of batch {self.ticket}: {outstanding} rows have not arrived after {waited_s:.3g} s (store "
+                                f"{state}, oldest read {store.stats().oldest_read_age_s:.3g} s old); is the drive answering?",
+                                layer=layer, outstanding=outstanding, age_s=waited_s)
+
+    def _read_error(self, index: int, layer: int) -> ReadError:
+        store = self._store
+        line = self._row * len(store.layers) + index
+        slot = int(store._plan.layers["failed_slot"][line])
+        record = store._plan.slots[slot]
+        file = int(record["failed_file"])
+        row = int(record["x"]) % int(store._state.files["rows"][file])
+        page = row // store.manifest.rows_per_page
+        positions = np.flatnonzero((self._slots[index] == slot).any(axis=1)).tolist()
+        path, status = str(store._paths[file]), int(record["failure"])
+        where = f"layer {layer}, {path}, page {page}, row {row}, token positions {positions[:8]}{'…' if len(positions) > 8 else ''}"
+        details: dict[str, Any] = {"layer": layer, "file": path, "page": page, "rows": [row], "positions": positions}
+        if status == s.READ_CHECK:
+            return RowCheckError(f"{where}: the row's checksum is wrong after {store.tuning.retries + 1} reads by two paths; "
+                                 f"{self._page_says(file, page)}; run `ssdgram verify`, then restore the file or convert again", **details)
+        if status == s.READ_SHORT:
+            return ReadError(f"{where}: the file ends before this page; it was truncated: restore it or convert again", **details)
+        error = ReadError(f"{where}: {os.strerror(status)} after {store.tuning.retries + 1} reads by two paths", **details)
+        error.errno = status
+        return error
+
+    def _page_says(self, file: int, page: int) -> str:
+        """What a look at the whole page finds, in words."""
+        store = self._store
+        record = store._state.files[file]
+        buffer = np.zeros(4096, np.uint8)
+        try:
+            data = os.pread(int(record["buffered_fd"]), 4096, page * 4096)
+        except OSError as error:
+            return f"the page cannot be read ({error.strerror})"
+        buffer[:len(data)] = np.frombuffer(data, np.uint8)
+        fault = int(page_fault(buffer.ctypes.data, store.manifest.row_bytes, int(record["rows"]), signed(store.manifest.generation),
+                               int(record["layer"]), int(record["column"]), page))
+        return f"the page is {describe(fault, store.manifest.row_bytes, page)}"

@@ -1,0 +1,385 @@
+"""Store: an open SSDGram store. It serves the rows of any tokens out of a DRAM cache over page reads.
+
+    store = ssdgram.open(out, dram="1GiB")
+    with store.prefetch(tokens, lookback=before) as batch:
+        rows = batch.rows(layer)
+
+One compiled planner thread and a few compiled reader threads do the work; a call here copies tokens, fills one record and
+rings a bell. Any thread may call a Store. It knows the arrays by name only; what happens in them is the planner's business.
+Invariant: after `close` (or in a forked child) every call raises, and no thread of the store runs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import logging
+import os
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Sequence as SequenceType
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ssdgram import _opening, queues
+from ssdgram import _plan_state as p
+from ssdgram import _state as s
+from ssdgram._arena import Arena
+from ssdgram._budget import parse_size, sizes
+from ssdgram._calls import free_row, hand_back, push_request, submit, wait_free
+from ssdgram._compiled import compile_for
+from ssdgram._planner import planner_loop
+from ssdgram.batch import Batch
+from ssdgram.errors import (ConfigError, ForkedStoreError, SSDGramError, StoreBusyError, StoreClosedError,
+                            StoreReplacedError)
+from ssdgram.kernels.hash import ngram_keys
+from ssdgram.layout.files import load_token_map, resolve
+from ssdgram.layout.manifest import MANIFEST, Manifest, identity
+from ssdgram.sequence import Sequence, check_ids, flatten
+from ssdgram.stats import WAIT_BUCKETS, Stats, snapshot
+
+log = logging.getLogger("ssdgram")
+PRIORITIES = {"step": s.STEP, "background": s.BACKGROUND}
+WARM_WINDOW = 512                                            # flat tokens that `warm` plans at a time
+_open_stores: weakref.WeakSet[Store] = weakref.WeakSet()
+_leaked: list[Any] = []                                      # memory that a drive may still write to
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """How a store uses the machine. The defaults follow the CPU set and the cgroup; nothing here changes a result."""
+
+    readers: int | None = None                               # reader threads; None: by queue and CPUs
+    depth: int | None = None                                 # reads in the drive per reader; None: by queue
+    background_depth: int | None = None                      # of those, over all readers, for background reads; None: half
+    affinity: tuple[int, ...] | None = None                  # CPUs of the store's threads
+    batches: int = 256                                       # unreleased batches at once
+    retries: int = 2                                         # re-reads before the last one by another path
+    spin_us: float = 20.0                                    # idle spinning before a thread sleeps
+    degraded_after_s: float = 2.0                            # a read of that age makes the store degraded
+    degraded_wait_s: float = 0.25                            # how long a wait may take then
+    identity_check_s: float = 1.0                            # how often the manifest is looked at
+
+
+def open(out: str | os.PathLike[str], dram: str | int = "1GiB", hbm: str | int = "0", device: str = "cpu", queue: str = "auto",
+         layers: SequenceType[int] | None = None, columns: SequenceType[int] | range | slice | None = None,
+         owner: tuple[int, int] | None = None, stripes: SequenceType[str | os.PathLike[str]] | None = None,
+         hotset: str | os.PathLike[str] | None = None, *, tuning: Tuning | None = None) -> Store:
+    """Open the store that `ssdgram convert` made in folder `out`.
+
+    `dram`, `hbm`: bytes, or "512MiB", "1.5GiB": hard budgets, tables and staging included. `device`: "cpu" or a CUDA device.
+    `queue`: "auto", "uring", "threads" or "gds". `layers`: decoder layers to serve; `columns`: ascending column numbers; `owner` =
+    (rank, world): serve only the bundles whose hash falls to this rank, zeros elsewhere. `stripes`: where the roots are now.
+    Raises ManifestError, FormatError, IdentityError, BudgetError, ConfigError, UnavailableError.
+    """
+    return Store(out, dram=dram, hbm=hbm, device=device, queue=queue, layers=layers, columns=columns, owner=owner, stripes=stripes,
+                 hotset=hotset, tuning=tuning or Tuning())
+
+
+class Store:
+    """An open store; made by `ssdgram.open`. Also a context manager that closes it."""
+
+    def __init__(self, out: str | os.PathLike[str], *, dram: str | int, hbm: str | int, device: str, queue: str,
+                 layers: SequenceType[int] | None, columns: SequenceType[int] | range | slice | None, owner: tuple[int, int] | None,
+                 stripes: SequenceType[str | os.PathLike[str]] | None, hotset: str | os.PathLike[str] | None, tuning: Tuning) -> None:
+        self._closed = True                                  # until everything stands
+        self._pid = os.getpid()
+        self.path, self.tuning, self.device = Path(out), tuning, device
+        self._identity = identity(out)
+        self.manifest = Manifest.load(out)
+        self.geometry = self.manifest.geometry
+        self._selection = _opening.Selection.of(self.geometry, layers, columns)
+        self.layers, self.columns = self._selection.layers, self._selection.columns
+        self._token_map = self.geometry.checked_map(load_token_map(out, self.manifest))
+        self._vocabulary = self.geometry.vocabulary(self._token_map)
+        self._owner = _checked_owner(owner)
+        self.notices: list[str] = []
+        self._lock = threading.Lock()
+        self._tickets = 0
+        self._alive: dict[int, Any] = {}                     # row -> what its addresses point into
+        self._wait_counts, self._wait_us_sum, self._served_bytes = np.zeros(WAIT_BUCKETS, np.int64), 0.0, 0
+        all_paths = resolve(out, self.manifest, stripes)
+        self._paths = [all_paths[index * self.geometry.columns + column]
+                       for index in self._selection.indices for column in self.columns]
+        self._pairs, refused = _opening.open_files(self._paths)
+        try:
+            if refused:
+                self._note(f"no O_DIRECT for {len(refused)} of {len(self._paths)} files (such as {refused[0]}): their reads go through "
+                           f"the page cache, which costs memory and copies")
+            self._start(parse_size(dram, "dram"), queue)
+        except BaseException:
+            _opening.close_files(self._pairs)
+            raise
+
+    def _start(self, budget: int, queue_name: str) -> None:
+        tuning = self.tuning
+        files = _opening.file_records(self.manifest, self._selection, self._pairs)
+        _opening.check_first_pages(self.manifest, files, self._paths)
+        chosen, _ = queues.resolve(queue_name)
+        readers = tuning.readers or queues.default_readers(chosen)
+        depth = tuning.depth or queues.default_depth(chosen)
+        shape = _opening.shape_of(self.geometry, self._selection, len(self._token_map), readers, depth, tuning.batches)
+        self._sizes = sizes(budget, shape)
+        self._budget, self._line = budget, p.batch_line(shape.layers)
+        self.capacity = self._sizes.slots - shape.groups     # distinct bundles that one batch may hold
+        self._arena = Arena(list(self._sizes.specs), huge_pages=True)
+        try:
+            self._state, self._plan = _opening.lay_out(self._arena, self._sizes, shape)
+            _opening.fill(self._state, self._plan, manifest=self.manifest, selection=self._selection, files=files,
+                          token_map=self._token_map, sizes=self._sizes, shape=shape, owner=self._owner,
+                          background_depth=tuning.background_depth or max(1, readers * self._sizes.depth // 2),
+                          retries=tuning.retries, spin_ns=int(tuning.spin_us * 1000), degraded_ns=int(tuning.degraded_after_s * 1e9))
+            self._queue = queues.choose(queue_name, self._state, readers, self._sizes.depth, tuning.affinity)
+            self.queue = self._queue.name
+            self.notices.extend(self._queue.notices)
+            compile_for(planner_loop, self._plan, self._state)
+            self._queue.start()
+        except BaseException:
+            self._arena.close()
+            raise
+        self._thread = threading.Thread(target=_run_planner, args=(self._plan, self._state, tuning.affinity), name="ssdgram-planner",
+                                        daemon=True)
+        self._thread.start()
+        self._closed = False
+        _open_stores.add(self)
+        self._looked_ns = time.monotonic_ns()
+        try:
+            self._read_dead_bundles()
+        except BaseException:
+            self.close()
+            raise
+        self._plan.control[p.C_STATE] = p.SERVING
+
+    def _read_dead_bundles(self) -> None:
+        """Read what a position that takes no part hashes to; the batch is never released, so it is never evicted."""
+        dead = Sequence(np.zeros(1, np.int32), participates=np.zeros(1, bool))
+        self._dead = self._submit([dead], "step", window=0, ticket=0)
+        self._dead.wait()
+
+    # ------------------------------------------------------------ the public face
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row as in the checkpoint: codes, then scales."""
+        return self.geometry.row_bytes
+
+    @property
+    def dim(self) -> int:
+        """Values of a row."""
+        return self.geometry.row_dim
+
+    def prefetch(self, tokens: Any, priority: str = "step", *, participates: Any = None, lookback: Any = None,
+                 lookback_participates: Any = None) -> Batch:
+        """Begin to bring the bundles of the tokens into their slots; returns at once.
+
+        `tokens`: a Sequence, a list of Sequences (concatenated in order), or raw ids [T] (integers; NumPy, torch or a list) with
+        the keyword arguments of Sequence. `priority`: "step", or "background" for what is not needed by the next step. The
+        tokens are copied. TokenError for a bad id; StoreBusyError if too many batches are unreleased; StoreReplacedError.
+        """
+        self._check()
+        sequences = _sequences(tokens, participates, lookback, lookback_participates)
+        if priority not in PRIORITIES:
+            raise ConfigError(f"priority is {priority!r}: expected one of {list(PRIORITIES)}")
+        self._look_at_manifest()
+        return self._submit(sequences, priority, window=0)
+
+    def warm(self, sequences: Any, *, participates: Any = None, lookback: Any = None) -> None:
+        """Fill the cache with what the sequences need, in the background class. Returns at once and holds no slots."""
+        self._check()
+        chosen = _sequences(sequences, participates, lookback, None)
+        self._look_at_manifest()
+        window = max(1, min(WARM_WINDOW, self.capacity // max(1, len(self._plan.groups))))
+        self._submit(chosen, "background", window=window)
+
+    def stats(self) -> Stats:
+        """A snapshot of the counters (see Stats)."""
+        self._check()
+        return snapshot(self)
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Cancel what is under way, wait for the GPU, stop the threads, give the memory back. Idempotent."""
+        if self._closed:
+            return
+        if os.getpid() != self._pid:
+            self._closed = True                              # nothing of it was inherited
+            return
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        _open_stores.discard(self)
+        for row in range(len(self._plan.batches)):
+            if self._plan.words[row * self._line + p.W_STAGE] != p.FREE_BATCH:
+                self._push(row, released=True)
+        deadline = time.monotonic() + timeout_s
+        for row in range(len(self._plan.batches)):
+            left = max(0, int((deadline - time.monotonic()) * 1e9))
+            wait_free(self._plan.words, row * self._line, left)
+        self._state.control[s.STOP] = 1
+        push_request(self._plan.requests, self._plan.control, self._state.control, self._state.words, np.int32(1))
+        self._queue.wake_all()
+        self._thread.join(timeout_s)
+        if self._queue.join(timeout_s) and not self._thread.is_alive():
+            self._queue.close()
+            _opening.close_files(self._pairs)
+        else:
+            log.error("%s: reads are still in the drive after %g s: their memory is kept until the process ends", self.path, timeout_s)
+            _leaked.append((self._state, self._plan, self._queue))
+        self._arena.close()
+        self._alive.clear()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True) and os.getpid() == self._pid:
+            warnings.warn(f"{self!r} was dropped without close()", ResourceWarning, stacklevel=2, source=self)
+            self.close()
+
+    def __repr__(self) -> str:
+        return f"<Store {str(self.path)!r}{' (closed)' if self._closed else ''}>"
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a Store owns threads and memory and cannot be pickled; open it again from its path")
+
+    # ------------------------------------------------------------ what Batch, stats and metrics use
+
+    def _check(self) -> None:
+        if os.getpid() != self._pid:
+            raise ForkedStoreError(f"{self.path} was opened by process {self._pid}, this is its child {os.getpid()}: open the store in the "
+                                   f"process that uses it")
+        if self._closed:
+            raise StoreClosedError(f"{self.path} was closed")
+
+    def _usable(self) -> bool:
+        return not self._closed and os.getpid() == self._pid
+
+    def _layer_index(self, layer: int) -> int:
+        if layer not in self.layers:
+            raise ConfigError(f"layer {layer} is not served: the layers of this store are {list(self.layers)}")
+        return self.layers.index(layer)
+
+    def _look_at_manifest(self) -> None:
+        now = time.monotonic_ns()
+        if now - self._looked_ns < self.tuning.identity_check_s * 1e9:
+            return
+        self._looked_ns = now
+        if identity(self.path) != self._identity:
+            self._looked_ns = 0                              # and again at the next call
+            raise StoreReplacedError(f"{self.path / MANIFEST} is not the one that this store was opened with (generation "
+                                     f"{self.manifest.generation:016x}): close the store and open it again")
+
+    def _submit(self, sequences: list[Sequence], priority: str, window: int, ticket: int | None = None) -> Batch:
+        tokens, flags, positions = flatten(sequences, self.geometry.max_ngram)
+        check_ids(sequences, self.geometry.max_ngram, tokens, flags, self._vocabulary)
+        layers, orders = len(self.layers), self.geometry.orders
+        planned = min(window, positions) if window else positions
+        slots = np.empty((layers, planned, orders), np.int32)
+        held = np.empty((layers, max(1, planned * orders)), np.int32)
+        with self._lock:
+            self._check()
+            row = self._free_row()
+            if ticket is None:
+                self._tickets += 1
+                ticket = self._tickets
+            self._alive[row] = (tokens, flags, slots, held)
+            submit(self._plan.requests, self._plan.control, self._state.control, self._state.words, self._plan.batches,
+                   self._plan.words, self._line, row, ticket, tokens.ctypes.data, flags.ctypes.data, slots.ctypes.data,
+                   held.ctypes.data, len(tokens), planned, window, PRIORITIES[priority])
+        return Batch(self, row, ticket, slots, held, (tokens, flags))
+
+    def _free_row(self) -> int:
+        """A free batch row; the caller holds the lock."""
+        row = int(free_row(self._plan.words, self._line, self._tickets % len(self._plan.batches)))
+        if row < 0:
+            tickets = sorted(int(ticket) for ticket in self._plan.batches["ticket"] if ticket > 0)
+            raise StoreBusyError(f"{len(self._plan.batches)} batches are unreleased, the oldest is {tickets[0]}: release batches, or open "
+                                 f"the store with Tuning(batches=...)", tickets)
+        return row
+
+    def _hand_back(self, batch: Batch) -> None:
+        if os.getpid() == self._pid:
+            with self._lock:
+                if not self._closed:
+                    self._push(batch._row, released=True)
+
+    def _push(self, row: int, released: bool) -> None:
+        hand_back(self._plan.requests, self._plan.control, self._state.control, self._state.words, self._plan.batches, row, 0)
+
+    def _count_wait(self, seconds: float) -> None:
+        us = seconds * 1e6
+        self._wait_counts[min(WAIT_BUCKETS - 1, int(us).bit_length())] += 1
+        self._wait_us_sum += us
+
+    def _keys_of(self, tokens: np.ndarray, flags: np.ndarray) -> np.ndarray:
+        """Keys [positions, groups] of flat tokens: for messages, not for serving."""
+        out = np.empty((len(tokens), *self._plan.multipliers.shape), np.int64)[:, :, 1:].copy()
+        count = ngram_keys(tokens, flags, 0, len(tokens), self._token_map, self._plan.multipliers, self.geometry.rule,
+                           self.geometry.fill(self._token_map), out)
+        return out[:count].reshape(count, -1)
+
+    def _budgets(self, used_slots: int) -> dict[str, tuple[int, int]]:
+        fixed = self._sizes.total - self._sizes.slots * int(self._state.params[s.P_SLOT_STRIDE])
+        return {"dram": (fixed + used_slots * int(self._state.params[s.P_SLOT_STRIDE]), self._budget)}
+
+    def _note(self, text: str) -> None:
+        self.notices.append(text)
+        log.warning("%s: %s", self.path, text)
+
+
+def _run_planner(plan: Any, state: Any, affinity: tuple[int, ...] | None) -> None:
+    if affinity:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(threading.get_native_id(), affinity)
+    planner_loop(plan, state)
+
+
+def _checked_owner(owner: tuple[int, int] | None) -> tuple[int, int]:
+    if owner is None:
+        return 0, 1
+    rank, world = owner
+    if not 0 <= rank < world:
+        raise ConfigError(f"owner={owner}: expected (rank, world) with 0 <= rank < world")
+    return int(rank), int(world)
+
+
+def _sequences(tokens: Any, participates: Any, lookback: Any, lookback_participates: Any) -> list[Sequence]:
+    extras = (participates, lookback, lookback_participates)
+    if isinstance(tokens, Sequence):
+        chosen = [tokens]
+    elif isinstance(tokens, builtins.list) and tokens and isinstance(tokens[0], Sequence):
+        chosen = tokens
+        if not all(isinstance(entry, Sequence) for entry in tokens):
+            raise ConfigError("a list of Sequences holds something else too")
+    else:
+        return [Sequence(tokens, *extras)]
+    if any(extra is not None for extra in extras):
+        raise ConfigError("participates= and lookback= belong to the Sequence when one is given")
+    return chosen
+
+
+@atexit.register
+def _close_all() -> None:
+    for store in list(_open_stores):
+        with contextlib.suppress(SSDGramError):
+            store.close(timeout_s=2.0)
+
+
+def _forget_all() -> None:
+    """In a forked child: give up the parent's descriptors, so that neither ring nor file is held open by us."""
+    for store in list(_open_stores):
+        _opening.close_files(store._pairs)
+        store._queue.forget()
+    _open_stores.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)
