@@ -13,6 +13,7 @@ import numpy as np
 
 from ssdgram.errors import FormatError, TokenError
 from ssdgram.geometry import MAX_NGRAM, MAX_TOKEN_IDS
+from ssdgram.kernels.hash import PARTICIPATES
 from ssdgram.sequence import Sequence, on_host
 
 _MAGIC = b"SSDGHIS1"                                         # then the count (u64), the ids (int32), the participation (u8)
@@ -59,7 +60,7 @@ class History:
         TokenError, and no change, for an id that takes part and is negative or no 32-bit id.
         """
         chunk = Sequence(on_host(tokens), participates)
-        flags = (chunk.flat_flags & 1).astype(bool)
+        flags = (chunk.flat_flags & PARTICIPATES).astype(bool)
         bad = np.flatnonzero(flags & ((chunk.flat_tokens < 0) | (chunk.flat_tokens == MAX_TOKEN_IDS)))
         start = self._length
         if len(bad):
@@ -106,7 +107,7 @@ class History:
         head = len(_MAGIC) + 8
         count, rest = divmod(len(data) - head, 5)
         if data[:len(_MAGIC)] != _MAGIC or rest or count < 0 or int.from_bytes(data[len(_MAGIC):head], "little") != count:
-            raise FormatError(f"{len(data)} bytes that are no exported History: expected {_MAGIC!r}, a count, and 5 bytes per token")
+            raise FormatError(f"{len(data)} bytes are no exported History: expected {_MAGIC!r}, a count, 5 bytes per token")
         flags = np.frombuffer(data, np.uint8, count, head + 4 * count)
         if count and flags.max() > 1:
             raise FormatError(f"an exported History with a participation byte of {int(flags.max())}: expected 0 or 1")
