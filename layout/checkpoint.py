@@ -146,7 +146,7 @@ def _open_ple(folder: Path, geometry: Geometry, files: Mapping[str, Path]) -> Ch
                 _expect(scale, _SCALE_DTYPES[encoding], (piece.shape[0], shaped.scale_bytes))
         global_names = {"bf16": [], "fp8_global": scale_names["weight_scale"],
                         "nvfp4": scale_names["weight_scale_2"] + scale_names["weight_global_scale"]}[encoding]
-        scale = _global_scale(folder, layer, encoding, [tensors[name] for name in global_names])
+        global_scale = _global_scale(folder, layer, encoding, [tensors[name] for name in global_names])
         others = [tensors[name] for name in global_names] + [tensors[name] for names in buffers.values() for name in names]
         found = {kind: _one_vector(folder, layer, kind, [tensors[name] for name in names]) for kind, names in buffers.items()}
         constants.append((found["layer_multipliers"] or geometry.multipliers[index],
@@ -158,7 +158,7 @@ def _open_ple(folder: Path, geometry: Geometry, files: Mapping[str, Path]) -> Ch
             if mine != theirs:
                 notices.append(f"layer {layer}: the checkpoint's {what} {list(theirs)} replace those that follow from the "
                                f"config, {list(mine)}")
-        tables.append(Table(layer, codes, scales, scale, tuple(others)))
+        tables.append(Table(layer, codes, scales, global_scale, tuple(others)))
     if len(encodings) != 1:
         raise CheckpointError(f"{folder}: layers with different row formats {sorted(encodings)}: expected one")
     multipliers, sizes, offsets = (tuple(values) for values in zip(*constants, strict=True))

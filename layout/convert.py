@@ -20,7 +20,7 @@ from pathlib import Path
 from ssdgram.errors import ConversionError, FormatError, ManifestError, NoSpaceError, SSDGramError
 from ssdgram.layout.checkpoint import Checkpoint, open_checkpoint
 from ssdgram.layout.direct import aligned_buffer
-from ssdgram.layout.files import load_token_map, resolve, token_map_digest, write_stripe, write_token_map
+from ssdgram.layout.files import load_token_map, resolve, write_stripe, write_token_map
 from ssdgram.layout.generation import generation_of
 from ssdgram.layout.journal import Journal
 from ssdgram.layout.manifest import (
@@ -35,6 +35,7 @@ from ssdgram.layout.manifest import (
 from ssdgram.layout.page import PAGE_BYTES, page_fault, rows_per_page, signed
 from ssdgram.layout.pipeline import Column, Pipeline, Progress
 from ssdgram.layout.source import RowSource, Shards
+from ssdgram.token_map import map_digest, token_map
 
 log = logging.getLogger("ssdgram")
 MAX_JOBS = 16
@@ -128,7 +129,7 @@ class _Plan:
         journal = self._journal()
         for number, root in enumerate(self.roots):
             write_stripe(root, self.generation, number, len(self.roots))
-        token_map = self._token_map()
+        compression = self._token_map()
         for index in [index for index in journal.finished if not self._is_there(self.columns[index])]:
             log.warning("%s: journaled as finished, but not as it was written: it is written again", self.columns[index].path)
             del journal.finished[index]
@@ -138,7 +139,7 @@ class _Plan:
                  lambda column, digest: journal.add(column.index, column.size, digest)).run(progress, done, self.size)
         for folder in {column.path.parent for column in self.columns} | set(self.roots):
             sync_folder(folder)
-        manifest = self._manifest(journal, token_map)
+        manifest = self._manifest(journal, compression)
         manifest.publish(self.out)
         journal.remove()
         if progress is not None:
@@ -208,20 +209,18 @@ class _Plan:
             raise ConversionError(f"{tokenizer} is missing: this model compresses its vocabulary to "
                                   f"{self.geometry.compressed_vocab_size} ids, which follow from the tokenizer; put the model's "
                                   f"own tokenizer.json there and run the same command again")
-        from ssdgram.token_map import token_map
-
         table = self.geometry.checked_map(token_map(tokenizer))
         write_token_map(self.out, table)
-        return TokenMapFile(len(table), self.geometry.compressed_vocab_size, token_map_digest(table))
+        return TokenMapFile(len(table), self.geometry.compressed_vocab_size, map_digest(table))
 
-    def _manifest(self, journal: Journal, token_map: TokenMapFile | None) -> Manifest:
+    def _manifest(self, journal: Journal, compression: TokenMapFile | None) -> Manifest:
         geometry = self.geometry
         return Manifest(
             geometry=geometry, generation=self.generation, row_bytes=geometry.row_bytes,
             rows_per_page=rows_per_page(geometry.row_bytes), roots=self.stripes,
             files=tuple(ColumnFile(column.layer, column.column, column.rows, column.pages, column.size,
                                    journal.finished[column.index][1]) for column in self.columns),
-            token_map=token_map, global_scales=self.checkpoint.global_scales,
+            token_map=compression, global_scales=self.checkpoint.global_scales,
             source_name=self.checkpoint.folder.resolve().name,
             source=tuple(SourceTensor(tensor.name, tensor.dtype, tensor.shape)
                          for table in self.checkpoint.tables for tensor in table.tensors))

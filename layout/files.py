@@ -10,7 +10,6 @@ counts only if its own stripe.json carries the store's generation and the root's
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import os
@@ -24,6 +23,7 @@ from numpy.lib import format as npy
 from ssdgram.errors import FormatError, IdentityError
 from ssdgram.layout.manifest import FORMAT, TOKEN_MAP, Manifest, write_durably
 from ssdgram.layout.strict_json import parse_object
+from ssdgram.token_map import map_digest
 
 STRIPE = "stripe.json"
 MAX_STRIPE_BYTES = 4096
@@ -123,7 +123,7 @@ def load_token_map(out: str | os.PathLike[str], manifest: Manifest) -> np.ndarra
     if dtype != np.dtype("<i4") or shape != (expected.size,) or len(body) != 4 * expected.size:
         raise FormatError(f"{path}: expected int32 [{expected.size}], found {dtype} {shape} in {len(body)} bytes; convert again")
     table = np.frombuffer(body, "<i4")
-    if token_map_digest(table) != expected.sha256:
+    if map_digest(table) != expected.sha256:
         raise FormatError(f"{path}: digest is not the manifest's: the file was damaged or replaced; convert again")
     if table.min() < 0 or table.max() >= expected.compressed_size:
         raise FormatError(f"{path}: ids outside 0 .. {expected.compressed_size - 1}")
@@ -135,8 +135,3 @@ def write_token_map(out: Path, table: np.ndarray) -> None:
     buffer = io.BytesIO()
     np.save(buffer, np.ascontiguousarray(table, "<i4"))
     write_durably(out / TOKEN_MAP, buffer.getvalue())
-
-
-def token_map_digest(table: np.ndarray) -> str:
-    """SHA-256 of the map as little-endian int32, hexadecimal (spec A2 states the real one)."""
-    return hashlib.sha256(np.ascontiguousarray(table, "<i4").tobytes()).hexdigest()

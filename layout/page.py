@@ -60,8 +60,8 @@ def row_crc(address, row_bytes, generation, layer, column, row):  # type: ignore
 
 
 @compiled
-def pack_pages(codes, scales, code_bytes, scale_bytes, out, first_page, pages, column_rows, generation, layer,
-               column):  # type: ignore[no-untyped-def]
+def pack_pages(codes, scales, code_bytes, scale_bytes, out, first_page, pages, column_rows, generation, layer,  # type: ignore[no-untyped-def]
+               column):
     """Fill `pages` pages from `first_page` on in `out` (uint8 [>= pages * 4096], 4-aligned), all bytes written.
 
     `codes`, `scales`: addresses of the first page's first row; the rows lie one after the other, `code_bytes` and
@@ -135,8 +135,8 @@ def page_fault(page, row_bytes, column_rows, generation, layer, column, number):
 
 
 @compiled
-def check_pages(pages, count, row_bytes, column_rows, generation, layer, column, first_page,
-                bad):  # type: ignore[no-untyped-def]
+def check_pages(pages, count, row_bytes, column_rows, generation, layer, column, first_page,  # type: ignore[no-untyped-def]
+                bad):
     """Check `count` pages in `pages` (uint8, one after the other); `bad` (int64) gets the numbers of those that fail.
 
     The number of failing pages, which may exceed the length of `bad`.
@@ -153,8 +153,8 @@ def check_pages(pages, count, row_bytes, column_rows, generation, layer, column,
 
 
 @compiled
-def compare_pages(pages, count, codes, scales, code_bytes, scale_bytes, column_rows, first_page,
-                  bad):  # type: ignore[no-untyped-def]
+def compare_pages(pages, count, codes, scales, code_bytes, scale_bytes, column_rows, first_page,  # type: ignore[no-untyped-def]
+                  bad):
     """Compare the rows in `count` pages with the source rows at addresses `codes` and `scales`; `bad` gets row numbers.
 
     The number of rows that differ, which may exceed the length of `bad` (int64).

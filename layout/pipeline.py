@@ -141,7 +141,7 @@ class Pipeline:
                 column.turn.wait()
             if self._stopped:
                 return
-        column.digest.update(view)                           # outside the lock: it is this thread's turn until it says otherwise
+        column.digest.update(view.data)                           # outside the lock: it is this thread's turn until it says otherwise
         with column.turn:
             column.hashed += 1
             column.turn.notify_all()
