@@ -35,6 +35,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 PACKAGE = Path(__file__).resolve().parent
 _process_lock = threading.RLock()
+COMPILE_NOTICE_S = 2.0                                       # a compilation that takes longer says what it is doing
 
 
 # ---------------------------------------------------------------- disk cache
@@ -142,8 +143,15 @@ def compile_for(function: Any, *arguments: Any) -> None:
     signature = tuple(numba.typeof(argument) for argument in arguments)
     if signature in function.overloads:
         return
-    with compile_lock():
-        function.compile(signature)
+    notice = threading.Timer(COMPILE_NOTICE_S, log.warning, (
+        "compiling %s, once for this installation and processor (about a minute; `ssdgram warmup` does it ahead)", function.__name__))
+    notice.daemon = True
+    notice.start()
+    try:
+        with compile_lock():
+            function.compile(signature)
+    finally:
+        notice.cancel()
 
 
 # ---------------------------------------------------------------- external functions
