@@ -130,7 +130,9 @@ def project(codes: np.ndarray, scales: np.ndarray, weight: np.ndarray, weight_sc
 
 def wkv(rows: Any, weight: np.ndarray, weight_scales: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
     """Keys and value of T tokens (A8): rows bf16 [T, K] or [T, columns, row_dim] -> `dtype` [T, N], before the rounding."""
-    codes, scales = mxfp8_quantise(rows.reshape(len(rows), -1))
+    import torch
+
+    codes, scales = mxfp8_quantise(from_bits(rows, torch.float32).flatten(1))
     return project(codes, scales, weight, weight_scales, dtype)
 
 
@@ -197,7 +199,7 @@ def ple_fuse(x: torch.Tensor, rows: torch.Tensor, weights: PleWeights, *, stream
 
     dtype = dtype or torch.float32
     w = PleWeights(*(tensor.to(dtype) for tensor in weights))
-    embedding = rows.reshape(len(rows), -1).to(dtype)
+    embedding = rows.flatten(1).to(dtype)
     count, wide = x.shape
     taps = w.conv.shape[-1]
     span = (taps - 1) * dilation
