@@ -41,6 +41,7 @@ def test_random_scripts_equal_a_fresh_run(geometry, table, seed):
             elif step == 1:
                 keep = int(random.integers(0, len(tokens) + 1))
                 parent, history = history, history.fork(keep)
+                parent.rewind(0)
                 parent.append([1, 2, 3])                     # must not be seen by the fork
                 tokens, alive = tokens[:keep], alive[:keep]
             elif step == 2:
