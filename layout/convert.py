@@ -1,6 +1,6 @@
 """Conversion of a checkpoint's n-gram tables into a store (design section 4): `convert(ckpt, out)`.
 
-    headers -> room? -> lock -> generation -> journal -> token map -> columns (pipeline) -> manifest -> journal removed
+    headers -> room? -> lock -> generation -> journal -> token map -> columns (blocks) -> manifest -> journal removed
 
 Finished columns are journaled and never rewritten; a second run on a finished store writes nothing. The manifest is the last
 thing written, so until then nobody can open the store. The result depends on the source alone: not on jobs, kills or resumes.
@@ -17,28 +17,20 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ssdgram.errors import ConversionError, FormatError, ManifestError, NoSpaceError, SSDGramError
+from ssdgram.errors import ConversionError, FormatError, IdentityError, ManifestError, NoSpaceError, SSDGramError
+from ssdgram.layout.blocks import MAX_JOBS, Progress, default_jobs, run_blocks, threads_for
 from ssdgram.layout.checkpoint import Checkpoint, open_checkpoint
 from ssdgram.layout.direct import aligned_buffer
-from ssdgram.layout.files import load_token_map, resolve, write_stripe, write_token_map
+from ssdgram.layout.files import check_stripe, load_token_map, resolve, write_stripe, write_token_map
+from ssdgram.layout.format import PAGE_BYTES, rows_per_page
 from ssdgram.layout.generation import generation_of
 from ssdgram.layout.journal import Journal
-from ssdgram.layout.manifest import (
-    MANIFEST,
-    ColumnFile,
-    Manifest,
-    SourceTensor,
-    TokenMapFile,
-    column_path,
-    sync_folder,
-)
-from ssdgram.layout.page import PAGE_BYTES, page_fault, rows_per_page, signed
-from ssdgram.layout.pipeline import Column, Pipeline, Progress
-from ssdgram.layout.source import RowSource, Shards
+from ssdgram.layout.manifest import MANIFEST, ColumnFile, Manifest, SourceTensor, TokenMapFile, sync_folder
+from ssdgram.layout.places import Place, places
+from ssdgram.layout.source import RowSource, Shards, open_sources
 from ssdgram.token_map import map_digest, token_map
 
 log = logging.getLogger("ssdgram")
-MAX_JOBS = 16
 PROBES = 8                                                   # pages looked at to believe that a journaled column is there
 SPARE_BYTES = 16 << 20                                       # token map, manifest, the file systems' own books
 
@@ -57,14 +49,13 @@ def convert(ckpt: str | os.PathLike[str], out: str | os.PathLike[str], stripe: S
     out = Path(os.path.abspath(out))
     checkpoint = open_checkpoint(ckpt)
     stripes = _stripes(out, stripe)
+    plan = _Plan(checkpoint, out, stripes)
     try:
-        with Shards() as shards:
-            plan = _Plan(checkpoint, open_sources(checkpoint, shards), out, stripes)
-            plan.check_room()
-            for folder in (out, *plan.roots):
-                folder.mkdir(parents=True, exist_ok=True)
-            with _locked([out, *plan.roots]):
-                return plan.run(min(jobs or _cpus(), MAX_JOBS), progress)
+        plan.check_room()
+        for folder in () if (out / MANIFEST).exists() else (out, *plan.roots):
+            folder.mkdir(parents=True, exist_ok=True)
+        with Shards() as shards, _locked([out, *plan.roots]):
+            return plan.run(open_sources(checkpoint, shards), min(jobs or default_jobs(), MAX_JOBS), progress)
     except OSError as error:
         if isinstance(error, SSDGramError):
             raise
@@ -76,29 +67,16 @@ def convert(ckpt: str | os.PathLike[str], out: str | os.PathLike[str], stripe: S
                               f"the cause is removed") from error
 
 
-def open_sources(checkpoint: Checkpoint, shards: Shards) -> list[tuple[RowSource, RowSource]]:
-    """Codes and scales of each layer's table, readable by row number. Rows without scales have scales of 0 bytes."""
-    geometry = checkpoint.geometry
-    return [(RowSource(table.codes, geometry.code_bytes, shards), RowSource(table.scales, geometry.scale_bytes, shards))
-            for table in checkpoint.tables]
-
-
 class _Plan:
     """What is to be written where, and what of it is there already."""
 
-    def __init__(self, checkpoint: Checkpoint, sources: list[tuple[RowSource, RowSource]], out: Path,
-                 stripes: tuple[str, ...]) -> None:
-        geometry = checkpoint.geometry
-        self.checkpoint, self.geometry, self.sources = checkpoint, geometry, sources
+    def __init__(self, checkpoint: Checkpoint, out: Path, stripes: tuple[str, ...]) -> None:
+        self.checkpoint, self.geometry = checkpoint, checkpoint.geometry
         self.out, self.stripes = out, stripes
         self.roots = [Path(root) for root in stripes] or [out]
+        self.places = places(self.geometry, self.roots)
+        self.size = sum(place.size for place in self.places)
         self.generation = 0
-        self.columns = [
-            Column(index * geometry.columns + column, layer, column, geometry.offsets[index][column],
-                   geometry.primes[index][column], self.roots[column % len(self.roots)] / column_path(layer, column),
-                   *sources[index])
-            for index, layer in enumerate(geometry.layers) for column in range(geometry.columns)]
-        self.size = sum(column.size for column in self.columns)
 
     def check_room(self) -> None:
         """NoSpaceError unless every file system has room for what is still to be written there."""
@@ -107,44 +85,60 @@ class _Plan:
         journal = Journal.load(self.out)
         finished = journal.finished if journal else {}
         need: dict[int, int] = {}
-        places: dict[int, Path] = {}
-        for column in self.columns:
-            place = _existing(column.path)
-            device = os.stat(place).st_dev
-            places.setdefault(device, place if place.is_dir() else place.parent)
+        folders: dict[int, Path] = {}
+        for place in self.places:
+            nearest = _existing(place.path)
+            device = os.stat(nearest).st_dev
+            folders.setdefault(device, nearest if nearest.is_dir() else nearest.parent)
             need.setdefault(device, SPARE_BYTES)
-            if column.index not in finished:
-                need[device] += max(0, column.size - _allocated(column.path))
+            if place.index not in finished:
+                need[device] += max(0, place.size - _allocated(place.path))
         for device, wanted in need.items():
-            free = shutil.disk_usage(places[device]).free
+            free = shutil.disk_usage(folders[device]).free
             if free < wanted:
-                raise NoSpaceError(f"{places[device]}: {_bytes(wanted)} are needed there, {_bytes(free)} are free; the store "
+                raise NoSpaceError(f"{folders[device]}: {_bytes(wanted)} are needed there, {_bytes(free)} are free; the store "
                                    f"takes {_bytes(self.size)} in all: make room, or spread it over drives with --stripe")
 
-    def run(self, jobs: int, progress: Progress | None) -> Manifest:
+    def run(self, sources: Sequence[tuple[RowSource, RowSource]], jobs: int, progress: Progress | None) -> Manifest:
         """Do what is left to do. The folders are locked."""
-        self.generation = generation_of(self.checkpoint, self.sources)
-        if (self.out / MANIFEST).exists() and (manifest := self._finished_store()) is not None:
-            return manifest
+        self.generation = generation_of(self.checkpoint, sources)
+        if (self.out / MANIFEST).exists():
+            manifest = self._finished_store()
+            if manifest is not None:
+                return manifest
+            self.check_room()
         journal = self._journal()
         for number, root in enumerate(self.roots):
             write_stripe(root, self.generation, number, len(self.roots))
         compression = self._token_map()
-        for index in [index for index in journal.finished if not self._is_there(self.columns[index])]:
-            log.warning("%s: journaled as finished, but not as it was written: it is written again", self.columns[index].path)
-            del journal.finished[index]
-        left = [column for column in self.columns if column.index not in journal.finished]
-        done = self.size - sum(column.size for column in left)
-        Pipeline(left, self.generation, jobs, max(12, min(4 * jobs, 32)),
-                 lambda column, digest: journal.add(column.index, column.size, digest)).run(progress, done, self.size)
-        for folder in {column.path.parent for column in self.columns} | set(self.roots):
+        self._write(journal, sources, jobs, progress)
+        for folder in {place.path.parent for place in self.places} | set(self.roots):
             sync_folder(folder)
         manifest = self._manifest(journal, compression)
         manifest.publish(self.out)
         journal.remove()
-        if progress is not None:
-            progress(self.size, self.size)
         return manifest
+
+    def _write(self, journal: Journal, sources: Sequence[tuple[RowSource, RowSource]], jobs: int,
+               progress: Progress | None) -> None:
+        """Write the columns that the journal does not have, or has and are not there."""
+        from ssdgram.layout.columns import Column, compile_packing, workspace  # compiled code: after what can be refused
+
+        for place in self.places:
+            if place.index in journal.finished and not self._is_there(place):
+                log.warning("%s: journaled as finished, but not as it was written: it is written again", place.path)
+                del journal.finished[place.index]
+        columns = [Column(place, *sources[place.layer_index], self.generation,
+                          lambda place, digest: journal.add(place.index, place.size, digest))
+                   for place in self.places if place.index not in journal.finished]
+        done = self.size - sum(column.place.size for column in columns)
+
+        def tick() -> None:
+            if progress is not None:
+                progress(done + sum(column.written for column in columns), self.size)
+
+        compile_packing()
+        run_blocks(columns, jobs, threads_for(jobs), lambda: workspace(self.geometry.code_bytes, self.geometry.scale_bytes), tick)
 
     def _finished_store(self) -> Manifest | None:
         """The store that is already there; None after its manifest was withdrawn because files of it are missing or torn."""
@@ -156,11 +150,13 @@ class _Plan:
         try:
             resolve(self.out, manifest)
             load_token_map(self.out, manifest)
+        except IdentityError:
+            raise                                            # a root that is not mounted: nothing to repair
         except FormatError as error:
             log.warning("%s: the manifest is withdrawn and what is missing is written again", error)
             Journal.begin(self.out, self.generation, self.stripes, {
-                column.index: (file.size, file.sha256) for column, file in zip(self.columns, manifest.files, strict=True)
-                if self._is_there(column)})
+                place.index: (file.size, file.sha256) for place, file in zip(self.places, manifest.files, strict=True)
+                if self._is_there(place)})
             (self.out / MANIFEST).unlink()
             sync_folder(self.out)
             return None
@@ -170,31 +166,35 @@ class _Plan:
         """The journal to go on with, or a new one, on the disk before any column is."""
         journal = Journal.load(self.out)
         if journal is None:
-            for column in self.columns:
-                if column.path.exists():
-                    raise ConversionError(f"{column.path} exists, but {self.out} has neither a manifest nor a journal: it "
+            for place in self.places:
+                if place.path.exists():
+                    raise ConversionError(f"{place.path} exists, but {self.out} has neither a manifest nor a journal: it "
                                           f"belongs to something else; give an empty folder, or remove it")
             return Journal.begin(self.out, self.generation, self.stripes, {})
         if journal.generation != self.generation:
             raise ConversionError(f"{self.out} holds an unfinished conversion of another source (generation "
                                   f"{journal.generation:016x}; {self.checkpoint.folder} has {self.generation:016x}): give "
                                   f"another folder, or remove it")
-        finished = {index: entry for index, entry in journal.finished.items() if 0 <= index < len(self.columns)}
+        finished = {index: entry for index, entry in journal.finished.items() if 0 <= index < len(self.places)}
+        if finished:                                         # an empty mount point must not pass for a lost stripe
+            for number, root in enumerate(self.roots):
+                check_stripe(root, self.generation, number, len(self.roots))
         return Journal.begin(self.out, self.generation, self.stripes, finished)      # without a torn line
 
-    def _is_there(self, column: Column) -> bool:
+    def _is_there(self, place: Place) -> bool:
         """Whether the file of a journaled column has its size and, at a few places, its pages. Cheap: a few reads."""
+        from ssdgram.layout.page import page_fault, signed
+
         buffer = aligned_buffer(PAGE_BYTES)
         address, generation = buffer.ctypes.data, signed(self.generation)
-        row_bytes = column.codes.row_bytes + column.scales.row_bytes
         try:
-            with open(column.path, "rb", buffering=0) as file:
-                if os.fstat(file.fileno()).st_size != column.size:
+            with open(place.path, "rb", buffering=0) as file:
+                if os.fstat(file.fileno()).st_size != place.size:
                     return False
-                for number in {(column.pages - 1) * probe // (PROBES - 1) for probe in range(PROBES)}:
+                for number in {(place.pages - 1) * probe // (PROBES - 1) for probe in range(PROBES)}:
                     if os.preadv(file.fileno(), [buffer.data], number * PAGE_BYTES) != PAGE_BYTES:
                         return False
-                    if page_fault(address, row_bytes, column.rows, generation, column.layer, column.column, number):
+                    if page_fault(address, self.geometry.row_bytes, place.rows, generation, place.layer, place.column, number):
                         return False
         except FileNotFoundError:
             return False
@@ -218,8 +218,8 @@ class _Plan:
         return Manifest(
             geometry=geometry, generation=self.generation, row_bytes=geometry.row_bytes,
             rows_per_page=rows_per_page(geometry.row_bytes), roots=self.stripes,
-            files=tuple(ColumnFile(column.layer, column.column, column.rows, column.pages, column.size,
-                                   journal.finished[column.index][1]) for column in self.columns),
+            files=tuple(ColumnFile(place.layer, place.column, place.rows, place.pages, place.size,
+                                   journal.finished[place.index][1]) for place in self.places),
             token_map=compression, global_scales=self.checkpoint.global_scales,
             source_name=self.checkpoint.folder.resolve().name,
             source=tuple(SourceTensor(tensor.name, tensor.dtype, tensor.shape)
@@ -250,7 +250,7 @@ def _stripes(out: Path, given: Sequence[str | os.PathLike[str]]) -> tuple[str, .
 def _locked(folders: Sequence[Path]) -> Iterator[None]:
     """Hold the folders for one converter. The lock is the kernel's and writes nothing; it ends with the process."""
     with contextlib.ExitStack() as stack:
-        for folder in dict.fromkeys(os.path.realpath(folder) for folder in folders):
+        for folder in dict.fromkeys(os.path.realpath(folder) for folder in folders if folder.is_dir()):
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             stack.callback(os.close, descriptor)
             try:
@@ -275,15 +275,6 @@ def _allocated(path: Path) -> int:
         return os.stat(path).st_blocks * 512
     except OSError:
         return 0
-
-
-def _cpus() -> int:
-    """CPUs of this process: its CPU set, and what its cgroup grants."""
-    from ssdgram.machine import cpu_quota
-
-    cpus = len(os.sched_getaffinity(0))
-    quota = cpu_quota()
-    return max(1, cpus if quota is None else min(cpus, round(quota)))
 
 
 def _bytes(count: int) -> str:

@@ -21,7 +21,8 @@ import numpy as np
 from numpy.lib import format as npy
 
 from ssdgram.errors import FormatError, IdentityError
-from ssdgram.layout.manifest import FORMAT, TOKEN_MAP, Manifest, write_durably
+from ssdgram.layout.format import FORMAT
+from ssdgram.layout.manifest import TOKEN_MAP, ColumnFile, Manifest, write_durably
 from ssdgram.layout.strict_json import parse_object
 from ssdgram.token_map import map_digest
 
@@ -37,24 +38,28 @@ def resolve(out: str | os.PathLike[str], manifest: Manifest,
     to another store or place. FormatError: a file that is missing, leaves its root, or has another size.
     """
     roots = roots_of(out, manifest, stripes)
-    real_roots = [os.path.realpath(root) for root in roots]
     paths = []
     for file in manifest.files:
-        number = file.column % len(roots)
-        path = roots[number] / file.path
-        try:
-            status = os.stat(path)
-        except OSError as error:
-            raise FormatError(f"{path}: {error.strerror or error}; the store is not whole: copy the file again or convert "
-                              f"again") from error
-        if os.path.realpath(path) != os.path.join(real_roots[number], file.path):
-            raise FormatError(f"{path}: leads to {os.path.realpath(path)}, out of its place; links are not followed below a root")
-        if not stat.S_ISREG(status.st_mode):
-            raise FormatError(f"{path}: not a regular file")
-        if status.st_size != file.size:
-            raise FormatError(f"{path}: expected {file.size} bytes, found {status.st_size}; copy the file again or convert again")
-        paths.append(path)
+        root = roots[file.column % len(roots)]
+        paths.append(root / file.path)
+        check_file(paths[-1], root, file)
     return paths
+
+
+def check_file(path: Path, root: Path, file: ColumnFile) -> None:
+    """FormatError unless `path` is a regular file of the right size that lies where it should below `root`."""
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise FormatError(f"{path}: {error.strerror or error}; the store is not whole: copy the file again or convert "
+                          f"again") from error
+    real = os.path.realpath(path)
+    if real != os.path.join(os.path.realpath(root), file.path):
+        raise FormatError(f"{path}: leads to {real}, out of its place; links are not followed below a root")
+    if not stat.S_ISREG(status.st_mode):
+        raise FormatError(f"{path}: not a regular file")
+    if status.st_size != file.size:
+        raise FormatError(f"{path}: expected {file.size} bytes, found {status.st_size}; copy the file again or convert again")
 
 
 def roots_of(out: str | os.PathLike[str], manifest: Manifest,

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ssdgram.errors import ConversionError
-from ssdgram.layout.manifest import FORMAT, JOURNAL, sync_folder, write_durably
+from ssdgram.layout.format import FORMAT
+from ssdgram.layout.manifest import JOURNAL, sync_folder, write_durably
 from ssdgram.layout.strict_json import parse_object
 
 

@@ -23,10 +23,10 @@ from typing import Any
 
 from ssdgram.errors import ConfigError, ManifestError
 from ssdgram.geometry import Geometry
-from ssdgram.layout.page import MAX_ROW_BYTES, PAGE_BYTES, pages_of, rows_per_page
+from ssdgram.layout.format import FORMAT, MAX_ROW_BYTES, PAGE_BYTES, pages_of, rows_per_page
+from ssdgram.layout.places import column_path
 from ssdgram.layout.strict_json import parse_object
 
-FORMAT = 1
 MANIFEST = "manifest.json"
 JOURNAL = "conversion.journal"                               # finished columns of a conversion that is not yet published
 TOKEN_MAP = "token_map.npy"
@@ -165,11 +165,6 @@ class Manifest:
         """Write manifest.json into `out` atomically and durably: temporary file, fsync, rename, fsync of the folder."""
         text = json.dumps(self.to_json(), indent=1).encode() + b"\n"
         write_durably(Path(out, MANIFEST), text)
-
-
-def column_path(layer: int, column: int) -> str:
-    """`layer-LLL/column-CC.rows`: the path of a column's file under its root."""
-    return f"layer-{layer:03d}/column-{column:02d}.rows"
 
 
 def identity(out: str | os.PathLike[str]) -> str:

@@ -6,7 +6,7 @@
 
 Row r of a column is row r % n of page r // n; no row crosses a page. Rows that the column does not have, and the gap, are
 zero, and so are the CRCs of those rows. A row's CRC also covers (generation, layer, column, row number), so the right bytes
-in the wrong place fail; the trailer binds the page to the same. This module knows nothing of files or checkpoints.
+in the wrong place fail; the trailer binds the page to the same. The compiled half of the format (`format` has the numbers).
 
 Invariant: the bytes of a page depend only on its identity and its rows, so the same source gives the same files.
 """
@@ -16,12 +16,10 @@ from __future__ import annotations
 import numpy as np
 
 from ssdgram._compiled import address_of, compiled, copy_bytes, crc32c, crc32c_update, crc32c_word, load_u8, load_u32, load_u64
+from ssdgram.layout.format import MAGIC, MAX_ROW_BYTES, PAGE_BYTES, TRAILER, VERSION, pages_of, rows_per_page
 
-PAGE_BYTES = 4096
-VERSION = 1
-MAGIC = 0x00504753                                           # "SGP", and the version in the fourth byte
-TRAILER = 4064                                               # byte at which the checksums end and the trailer starts
-MAX_ROW_BYTES = TRAILER - 4                                  # one row and its CRC
+__all__ = ["MAX_ROW_BYTES", "PAGE_BYTES", "TRAILER", "check_pages", "compare_pages", "describe", "pack_pages", "page_fault",
+           "pages_of", "row_crc", "rows_per_page", "signed"]
 
 PAGE_OK = 0
 FAULT_MAGIC, FAULT_VERSION, FAULT_TRAILER, FAULT_GENERATION, FAULT_LAYER, FAULT_COLUMN, FAULT_NUMBER = range(1, 8)
@@ -31,18 +29,6 @@ FAULTS = (
     "a page of another conversion (generation)", "a page of another layer", "a page of another column",
     "a page of another place (page number)", "a row whose checksum is wrong", "bytes beyond the rows that are not zero",
 )
-
-
-def rows_per_page(row_bytes: int) -> int:
-    """Rows in a page: (4096 - 32) // (row_bytes + 4). ValueError if a row does not fit into a page."""
-    if not 1 <= row_bytes <= MAX_ROW_BYTES:
-        raise ValueError(f"a row of {row_bytes} bytes: a page holds rows of 1 to {MAX_ROW_BYTES} bytes")
-    return TRAILER // (row_bytes + 4)
-
-
-def pages_of(rows: int, row_bytes: int) -> int:
-    """Pages of a column of `rows` rows."""
-    return -(-rows // rows_per_page(row_bytes))
 
 
 def signed(generation: int) -> int:

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from ssdgram.errors import CheckpointError
+from ssdgram.layout.checkpoint import Checkpoint
 from ssdgram.layout.direct import ALIGNMENT, DirectFile
 from ssdgram.layout.safetensors import Tensor
 
@@ -103,3 +104,10 @@ class RowSource:
             except (OSError, EOFError) as error:
                 raise CheckpointError(f"{self._pieces[piece].file}: row {number} cannot be read: {error}") from error
         return bytes(data)
+
+
+def open_sources(checkpoint: Checkpoint, shards: Shards) -> list[tuple[RowSource, RowSource]]:
+    """Codes and scales of each layer's table, readable by row number. Rows without scales have scales of 0 bytes."""
+    geometry = checkpoint.geometry
+    return [(RowSource(table.codes, geometry.code_bytes, shards), RowSource(table.scales, geometry.scale_bytes, shards))
+            for table in checkpoint.tables]
