@@ -1,0 +1,1 @@
+"""Benchmarks: each module prints its own table, with the baseline it is measured against (`ssdgram bench NAME`)."""
