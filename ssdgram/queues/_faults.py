@@ -12,8 +12,10 @@ import numpy as np
 from ssdgram._compiled import address_of, atomic_add, atomic_load, compiled, copy_bytes, load_u8
 from ssdgram._state import (FAULT_AFTER, FAULT_FILE, FAULT_FLIP, FAULT_RESULT, FAULT_STALL, FAULT_TIMES, P_CODE_BYTES,
                             P_SCALE_BYTES)
+from ssdgram.queues._lean import inlined
 
 
+@inlined
 @compiled
 def spoil(state, index, result, page):  # type: ignore[no-untyped-def]
     """What the read of page record `index` into address `page` is to have returned instead of `result`.
@@ -35,6 +37,7 @@ def spoil(state, index, result, page):  # type: ignore[no-untyped-def]
     return result
 
 
+@inlined
 @compiled
 def flip(state, index, page):  # type: ignore[no-untyped-def]
     """Flip the lowest bit of the first byte of the first wanted row (of the page, if no row is wanted)."""
@@ -46,6 +49,7 @@ def flip(state, index, page):  # type: ignore[no-untyped-def]
     copy_bytes(page, address_of(byte, 0), 1)
 
 
+@inlined
 @compiled
 def stalled(state):  # type: ignore[no-untyped-def]
     """Whether reads that came back as FAULT_STALL are still to be held."""

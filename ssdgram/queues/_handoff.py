@@ -22,6 +22,7 @@ from ssdgram._state import (BACKGROUND_HEAD, BACKGROUND_IN_FLIGHT, BACKGROUND_TA
                             R_READS, R_WAKE_FD, READ_OK, READER_LINES, READER_WORDS, STEP_HEAD, STEP_TAIL,
                             WORD_LINE)
 from ssdgram.queues._calls import SYS_WRITE
+from ssdgram.queues._lean import inlined
 
 R_ROOM = R_DONE_TAIL + 1                                     # pages that the reader could take now (its own line)
 
@@ -35,6 +36,7 @@ WAKES = 2                                                    # readers that one 
 _ONE = np.ones(1, np.int64)                                  # what is written to an eventfd
 
 
+@inlined
 @compiled
 def wake_reader(control, words, reader):  # type: ignore[no-untyped-def]
     """Wake `reader` if it sleeps; whether it did."""
@@ -51,6 +53,7 @@ def wake_reader(control, words, reader):  # type: ignore[no-untyped-def]
     return True
 
 
+@inlined
 @compiled
 def background_limit(params):  # type: ignore[no-untyped-def]
     """Background reads that may be in the drive at once, over all readers: a quarter of all room is left to steps."""
@@ -87,6 +90,7 @@ def wake_all(state):  # type: ignore[no-untyped-def]
         wake_reader(state.control, state.words, reader)
 
 
+@inlined
 @compiled
 def wake_planner(state):  # type: ignore[no-untyped-def]
     """Wake the planner if it sleeps. To be called after pages were pushed to a done ring."""
@@ -97,6 +101,7 @@ def wake_planner(state):  # type: ignore[no-untyped-def]
         futex_wake(words, PLANNER_WORD, 1)
 
 
+@inlined
 @compiled
 def pull(control, ring, head_word, tail_word, want, found):  # type: ignore[no-untyped-def]
     """Take at most `want` entries off a ring into `found`; how many. Any number of readers may pull at once."""
@@ -112,6 +117,7 @@ def pull(control, ring, head_word, tail_word, want, found):  # type: ignore[no-u
             return count
 
 
+@inlined
 @compiled
 def pull_claimed(control, claims, ring, head_word, tail_word, want, found):  # type: ignore[no-untyped-def]
     """Take at most `want` pages off a ring into `found` that nobody else claimed (by its other entry); how many."""
@@ -127,12 +133,14 @@ def pull_claimed(control, claims, ring, head_word, tail_word, want, found):  # t
     return kept
 
 
+@inlined
 @compiled
 def pull_step(state, want, found):  # type: ignore[no-untyped-def]
     """Take at most `want` step pages into `found`; how many."""
     return pull_claimed(state.control, state.claims, state.step_ring, STEP_HEAD, STEP_TAIL, want, found)
 
 
+@inlined
 @compiled
 def pull_background(state, want, found):  # type: ignore[no-untyped-def]
     """Take at most `want` background pages into `found`, within the budget over all readers; how many."""
@@ -147,6 +155,7 @@ def pull_background(state, want, found):  # type: ignore[no-untyped-def]
     return count
 
 
+@inlined
 @compiled
 def work_waits(state, step_room, background_room):  # type: ignore[no-untyped-def]
     """Whether a ring holds a page that a reader with that much room could take now."""
@@ -157,6 +166,7 @@ def work_waits(state, step_room, background_room):  # type: ignore[no-untyped-de
             and atomic_load(control, BACKGROUND_IN_FLIGHT) < background_limit(state.params))
 
 
+@inlined
 @compiled
 def push_done(state, reader, index, status):  # type: ignore[no-untyped-def]
     """Give page `index` back to the planner with its status. The caller wakes the planner after a portion of them."""

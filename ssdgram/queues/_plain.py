@@ -14,9 +14,11 @@ from ssdgram._state import (BACKGROUND_IN_FLIGHT, P_SPIN_NS, R_ASLEEP, R_BUSY_NS
                             R_OLDEST_NS, R_STATE, READER_LINES, READER_WORDS, STOP, WORD_LINE)
 from ssdgram.queues._handoff import (R_ROOM, READER_RETURNED, READER_STUCK, pull_background, pull_step, push_done,
                                      wake_planner, wake_readers, work_waits)
+from ssdgram.queues._lean import inlined
 from ssdgram.queues._tries import ABANDONED, read_page
 
 
+@inlined
 @compiled
 def serve_page(state, reader, index, page, background):  # type: ignore[no-untyped-def]
     """Read page record `index` to address `page` and give it back; False if it was abandoned because of STOP.
@@ -40,6 +42,7 @@ def serve_page(state, reader, index, page, background):  # type: ignore[no-untyp
     return True
 
 
+@inlined
 @compiled
 def sleep(state, reader):  # type: ignore[no-untyped-def]
     """Sleep on this reader's futex word until it is woken, unless there is work or STOP."""
@@ -54,6 +57,7 @@ def sleep(state, reader):  # type: ignore[no-untyped-def]
     atomic_store(control, asleep, 0)
 
 
+@inlined
 @compiled
 def plain_loop(state, reader, page):  # type: ignore[no-untyped-def]
     """Serve pages one at a time, read to address `page` (4096 aligned bytes), until STOP. Sets R_STATE as it returns."""

@@ -16,11 +16,13 @@ from ssdgram._state import (FAULT_STALL, P_RETRIES, R_RETRIES, READ_OK, READ_SHO
                             WORD_LINE)
 from ssdgram.queues._calls import EINTR, PAGE_BYTES, SYS_PREAD
 from ssdgram.queues._faults import spoil, stalled
+from ssdgram.queues._lean import inlined
 
 STOP_GRACE_NS = 2_000_000_000                                # how long a stopped reader waits for the drive
 ABANDONED = -(1 << 40)                                       # result of a read that was given up because of STOP
 
 
+@inlined
 @compiled
 def judge(state, index, result, page):  # type: ignore[no-untyped-def]
     """Status of page record `index` after a try that returned `result`; its rows are delivered if the page is whole."""
@@ -31,6 +33,7 @@ def judge(state, index, result, page):  # type: ignore[no-untyped-def]
     return np.int64(-result)
 
 
+@inlined
 @compiled
 def again(state, reader, index):  # type: ignore[no-untyped-def]
     """Count a failed try of page record `index`; whether it may be tried again."""
@@ -42,12 +45,14 @@ def again(state, reader, index):  # type: ignore[no-untyped-def]
     return True
 
 
+@inlined
 @compiled
 def is_last(state, index):  # type: ignore[no-untyped-def]
     """Whether the next try of page record `index` is the one by the buffered descriptor."""
     return state.pages[index].tries > state.params[P_RETRIES]
 
 
+@inlined
 @compiled
 def plain_read(state, index, page):  # type: ignore[no-untyped-def]
     """pread(2) page record `index` to address `page`: bytes read or minus errno; the rest of a short read is read too."""
@@ -67,6 +72,7 @@ def plain_read(state, index, page):  # type: ignore[no-untyped-def]
     return done
 
 
+@inlined
 @compiled
 def pause(state, reader, wait_ns):  # type: ignore[no-untyped-def]
     """Sleep for `wait_ns`, or less if this reader is woken by its futex word."""
@@ -74,6 +80,7 @@ def pause(state, reader, wait_ns):  # type: ignore[no-untyped-def]
     futex_wait(state.words, word, atomic_load(state.words, word), wait_ns)
 
 
+@inlined
 @compiled
 def hold(state, reader):  # type: ignore[no-untyped-def]
     """Wait as a read that the drive does not answer would; False if it was still held when STOP's grace ended."""
@@ -87,6 +94,7 @@ def hold(state, reader):  # type: ignore[no-untyped-def]
     return True
 
 
+@inlined
 @compiled
 def read_page(state, reader, index, page):  # type: ignore[no-untyped-def]
     """Read page record `index` by preads to address `page`, all tries; its status, or ABANDONED."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from ssdgram._compiled import address_of, compile_for, compiled
 from ssdgram._state import P_DEPTH, State
+from ssdgram.queues._lean import borrowed
 from ssdgram.queues._plain import plain_loop
 from ssdgram.queues._readers import Readers
 
@@ -17,6 +18,7 @@ from ssdgram.queues._readers import Readers
 @compiled
 def thread_loop(state, reader):  # type: ignore[no-untyped-def]
     """The whole life of one reader: serve pages until STOP."""
+    state = borrowed(state)
     plain_loop(state, reader, address_of(state.staging, reader * state.params[P_DEPTH] * 4096))
 
 

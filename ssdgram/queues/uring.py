@@ -31,6 +31,7 @@ from ssdgram.queues._calls import (EAGAIN, EBUSY, EINTR, ENOMEM, ENTER_EXT_ARG, 
 from ssdgram.queues._faults import spoil, stalled
 from ssdgram.queues._handoff import (PORTION, R_ROOM, READER_PLAIN, READER_RETURNED, READER_STUCK, pull_background, pull_step,
                                      push_done, wake_planner, wake_readers, work_waits)
+from ssdgram.queues._lean import borrowed, inlined
 from ssdgram.queues._tries import STOP_GRACE_NS, again, is_last, judge, pause
 from ssdgram.queues._plain import plain_loop, serve_page
 from ssdgram.queues._readers import Readers
@@ -56,6 +57,7 @@ SLOT = np.dtype([("page", np.int32), ("newer", np.int32), ("older", np.int32), (
 # ---------------------------------------------------------------- submissions
 
 
+@inlined
 @compiled
 def submission(sqes, own):  # type: ignore[no-untyped-def]
     """First word of the next submission, all zero. The caller saw to it that there is room."""
@@ -67,6 +69,7 @@ def submission(sqes, own):  # type: ignore[no-untyped-def]
     return at
 
 
+@inlined
 @compiled
 def submit_read(state, sqes, own, slots, slot):  # type: ignore[no-untyped-def]
     """Put the next try of the page in `slot` into the ring."""
@@ -87,6 +90,7 @@ def submit_read(state, sqes, own, slots, slot):  # type: ignore[no-untyped-def]
     sqes[at + 4] = slot
 
 
+@inlined
 @compiled
 def arm(sqes, own):  # type: ignore[no-untyped-def]
     """Put a read of the eventfd into the ring, unless one is there; whether one is there now."""
@@ -100,6 +104,7 @@ def arm(sqes, own):  # type: ignore[no-untyped-def]
     return own[ARMED] != 0
 
 
+@inlined
 @compiled
 def occupy(state, own, slots, index, background, time_ns):  # type: ignore[no-untyped-def]
     """A free slot for page record `index`, linked as the newest."""
@@ -122,6 +127,7 @@ def occupy(state, own, slots, index, background, time_ns):  # type: ignore[no-un
     return slot
 
 
+@inlined
 @compiled
 def vacate(state, own, slots, slot):  # type: ignore[no-untyped-def]
     """Unlink `slot` and free it."""
@@ -142,12 +148,14 @@ def vacate(state, own, slots, slot):  # type: ignore[no-untyped-def]
         atomic_add(state.control, BACKGROUND_IN_FLIGHT, -1)
 
 
+@inlined
 @compiled
 def step_room(params, own):  # type: ignore[no-untyped-def]
     """Reads that this reader could still put into the drive."""
     return params[P_DEPTH] - own[IN_FLIGHT]
 
 
+@inlined
 @compiled
 def background_room(params, own):  # type: ignore[no-untyped-def]
     """Of those, reads that may be background: a quarter of the depth is kept for steps."""
@@ -155,6 +163,7 @@ def background_room(params, own):  # type: ignore[no-untyped-def]
     return min(depth - own[IN_FLIGHT], max(1, depth - depth // 4) - own[BACKGROUNDS])
 
 
+@inlined
 @compiled
 def take_pages(state, sqes, own, slots, found):  # type: ignore[no-untyped-def]
     """Pull a portion of pages, steps first, and put their reads into the ring; how many."""
@@ -177,12 +186,14 @@ def take_pages(state, sqes, own, slots, found):  # type: ignore[no-untyped-def]
 # ---------------------------------------------------------------- completions
 
 
+@inlined
 @compiled
 def completions(ring, own):  # type: ignore[no-untyped-def]
     """Completions that wait to be reaped."""
     return (np.int64(atomic_load(ring, own[CQ_TAIL_AT])) - own[CQ_HEAD]) & 0xFFFFFFFF
 
 
+@inlined
 @compiled
 def conclude(state, reader, sqes, own, slots, slot, result):  # type: ignore[no-untyped-def]
     """Judge the read of `slot` that returned `result`: try again, or give the page back and free the slot."""
@@ -195,6 +206,7 @@ def conclude(state, reader, sqes, own, slots, slot, result):  # type: ignore[no-
     push_done(state, reader, index, status)
 
 
+@inlined
 @compiled
 def reap(state, reader, ring, sqes, cqes, own, slots):  # type: ignore[no-untyped-def]
     """Handle at most a portion of completions, each of which may need a submission; how many."""
@@ -219,6 +231,7 @@ def reap(state, reader, ring, sqes, cqes, own, slots):  # type: ignore[no-untype
     return count
 
 
+@inlined
 @compiled
 def release_held(state, reader, sqes, own, slots):  # type: ignore[no-untyped-def]
     """Conclude the reads that the fault injector no longer holds."""
@@ -236,6 +249,7 @@ def release_held(state, reader, sqes, own, slots):  # type: ignore[no-untyped-de
 # ---------------------------------------------------------------- the loop
 
 
+@inlined
 @compiled
 def publish(state, reader, own, slots):  # type: ignore[no-untyped-def]
     """Show others what this reader has in the drive."""
@@ -249,6 +263,7 @@ def publish(state, reader, own, slots):  # type: ignore[no-untyped-def]
     atomic_store(control, line + R_ROOM, step_room(state.params, own))
 
 
+@inlined
 @compiled
 def enter(state, reader, ring, own, least, timeout_ns):  # type: ignore[no-untyped-def]
     """Submit what is pending and wait for `least` completions, at most `timeout_ns` (< 0: for ever). 0 or minus errno."""
@@ -277,6 +292,7 @@ def enter(state, reader, ring, own, least, timeout_ns):  # type: ignore[no-untyp
     return result
 
 
+@inlined
 @compiled
 def wait(state, reader, ring, sqes, own, stopping):  # type: ignore[no-untyped-def]
     """Enter the ring with nothing else to do: wait for completions or, announced as asleep, for a push. 0 or minus errno."""
@@ -307,6 +323,7 @@ def wait(state, reader, ring, sqes, own, stopping):  # type: ignore[no-untyped-d
     return result
 
 
+@inlined
 @compiled
 def turn_end(state, reader, ring, sqes, own, stopping, idle_ns):  # type: ignore[no-untyped-def]
     """Submit, and wait if there is nothing else to do. idle_ns: since when this reader is idle, 0 if not. 0 or minus errno."""
@@ -323,6 +340,8 @@ def ring_loop(state, reader, ring, sqes, cqes, own, slots):  # type: ignore[no-u
 
     A negative result says that the ring failed; reads may be left in it (`abandon_ring` goes on from there).
     """
+    state = borrowed(state)
+    ring, sqes, cqes, own, slots = borrowed(ring), borrowed(sqes), borrowed(cqes), borrowed(own), borrowed(slots)
     control = state.control
     line = READER_LINES + reader * READER_WORDS
     found = np.empty(PORTION, np.int32)
@@ -356,6 +375,7 @@ def ring_loop(state, reader, ring, sqes, cqes, own, slots):  # type: ignore[no-u
 @compiled
 def abandon_ring(state, reader, own, slots):  # type: ignore[no-untyped-def]
     """Go on without the ring: read what it left by preads into the spare page, then serve pages like that until STOP."""
+    state, own, slots = borrowed(state), borrowed(own), borrowed(slots)
     control = state.control
     line = READER_LINES + reader * READER_WORDS
     atomic_store(control, line + R_STATE, READER_PLAIN)
