@@ -14,13 +14,13 @@ its own key is that of EOS in every slot, and for the tokens behind it it is the
 
 from __future__ import annotations
 
-from ssdgram._compiled import compiled
+from ssdgram._compiled import compiled_lean
 
 PARTICIPATES, STARTS, OUTPUT = 1, 2, 4                       # flag bits of a flat token
 ENGRAM_RULE, PLE_RULE = 0, 1
 
 
-@compiled
+@compiled_lean
 def check_tokens(tokens, flags, vocab_size):  # type: ignore[no-untyped-def]
     """Flat index of the first token that takes part and whose id is not in 0 .. vocab_size - 1; -1 if there is none.
 
@@ -32,7 +32,7 @@ def check_tokens(tokens, flags, vocab_size):  # type: ignore[no-untyped-def]
     return -1
 
 
-@compiled
+@compiled_lean
 def ngram_keys(tokens, flags, start, stop, token_map, multipliers, rule, fill, out):  # type: ignore[no-untyped-def]
     """Keys of the OUTPUT positions among flat positions [start, stop), one behind the other in `out`; returns their count.
 
@@ -71,7 +71,7 @@ def ngram_keys(tokens, flags, start, stop, token_map, multipliers, rule, fill, o
     return count
 
 
-@compiled
+@compiled_lean
 def rows_of_keys(keys, primes, offsets, out):  # type: ignore[no-untyped-def]
     """Rows of every column: out[t, l, c] = keys[t, l, c // heads] % primes[l, c] + offsets[l, c].
 

@@ -64,9 +64,13 @@ class Arena:
     def __getitem__(self, key: str) -> np.ndarray:
         return self._arrays[key]
 
-    def close(self) -> None:
-        """Give up the descriptor and our references; the memory goes when the last view of it is gone."""
+    def forget(self) -> None:
+        """In a forked child: give up the descriptor; the mapping was not inherited."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+    def close(self) -> None:
+        """Give up the descriptor and our references; the memory goes when the last view of it is gone."""
+        self.forget()
         self._arrays.clear()

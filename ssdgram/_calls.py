@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ssdgram._compiled import (atomic_add, atomic_exchange, atomic_load, atomic_store, compiled, fence, futex_wait, futex_wake, now_ns)
+from ssdgram._compiled import (atomic_add, atomic_exchange, atomic_load, atomic_store, compiled_lean, fence, futex_wait, futex_wake, now_ns)
 from ssdgram._plan_state import (C_REQUEST_TAIL, FREE_BATCH, NO_ERROR, QUEUED, RELEASE, SUBMIT, W_ERROR, W_LAYER, W_SEQUENCE,
                                  W_SLEEPERS, W_STAGE)
 from ssdgram._state import PLANNER_ASLEEP, PLANNER_WORD
@@ -15,7 +15,7 @@ from ssdgram._state import PLANNER_ASLEEP, PLANNER_WORD
 TIMED_OUT, READY, FAILED, REFUSED = range(4)                 # what a wait comes to
 
 
-@compiled
+@compiled_lean
 def push_request(requests, plan_control, control, words, request):  # type: ignore[no-untyped-def]
     """Append to the request ring (the caller holds the store's lock; the ring has room for every batch) and wake the planner."""
     tail = plan_control[C_REQUEST_TAIL]
@@ -27,7 +27,7 @@ def push_request(requests, plan_control, control, words, request):  # type: igno
         futex_wake(words, PLANNER_WORD, 1)
 
 
-@compiled
+@compiled_lean
 def free_row(batch_words, line, start):  # type: ignore[no-untyped-def]
     """A batch row that is FREE, looked for from row `start` on; -1: none."""
     rows = batch_words.shape[0] // line
@@ -38,7 +38,7 @@ def free_row(batch_words, line, start):  # type: ignore[no-untyped-def]
     return -1
 
 
-@compiled
+@compiled_lean
 def submit(requests, plan_control, control, words, batches, batch_words, line, row, ticket, tokens, flags, slots, held, flat,
            positions, window, priority):  # type: ignore[no-untyped-def]
     """Fill a FREE row and hand it to the planner. Addresses as int64; the arrays behind them live until the row is FREE again."""
@@ -63,14 +63,14 @@ def submit(requests, plan_control, control, words, batches, batch_words, line, r
     push_request(requests, plan_control, control, words, np.int32(row * 2 + SUBMIT))
 
 
-@compiled
+@compiled_lean
 def hand_back(requests, plan_control, control, words, batches, row, gpu_layers):  # type: ignore[no-untyped-def]
     """Release a batch. `gpu_layers`: bit l says that a gather of layer l was launched, whose word the planner awaits."""
     batches[row].words = gpu_layers
     push_request(requests, plan_control, control, words, np.int32(row * 2 + RELEASE))
 
 
-@compiled
+@compiled_lean
 def outcome(batch_words, base, layer):  # type: ignore[no-untyped-def]
     """What a layer of the batch has come to, TIMED_OUT: nothing yet."""
     state = atomic_load(batch_words, base + W_LAYER + layer)
@@ -81,7 +81,7 @@ def outcome(batch_words, base, layer):  # type: ignore[no-untyped-def]
     return np.int64(TIMED_OUT)
 
 
-@compiled
+@compiled_lean
 def wait_layer(batch_words, base, layer, timeout_ns, spin_ns):  # type: ignore[no-untyped-def]
     """Wait until a layer is ready or failed or the batch refused, at most `timeout_ns`; spin for `spin_ns`, then sleep."""
     begin = now_ns()
@@ -103,7 +103,7 @@ def wait_layer(batch_words, base, layer, timeout_ns, spin_ns):  # type: ignore[n
             return outcome(batch_words, base, layer)         # a signal: let Python look at it
 
 
-@compiled
+@compiled_lean
 def wait_free(batch_words, base, timeout_ns):  # type: ignore[no-untyped-def]
     """Wait until the batch's row is FREE. Whether it is."""
     begin = now_ns()

@@ -29,6 +29,7 @@ import numpy as np
 from llvmlite import ir
 from numba.core import caching, cgutils, types
 from numba.extending import intrinsic
+from numba.np.arrayobj import populate_array
 
 log = logging.getLogger("ssdgram")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -133,9 +134,17 @@ def compile_lock() -> Iterator[None]:
 
 def compiled(function: F) -> F:
     """Compile `function` on first use to a GIL-free loop, cached on disk (see the module's text)."""
-    dispatcher = numba.njit(nogil=True, error_model="numpy")(function)
+    return _cached(numba.njit(nogil=True, error_model="numpy")(function))
+
+
+def compiled_lean(function: F) -> F:
+    """As `compiled`, for functions that neither allocate nor return arrays: no reference counts, quicker code and compilation."""
+    return _cached(numba.njit(nogil=True, error_model="numpy", _nrt=False)(function))
+
+
+def _cached(dispatcher: Any) -> Any:
     dispatcher._cache = _Cache(dispatcher.py_func)
-    return cast(F, dispatcher)
+    return dispatcher
 
 
 def compile_for(function: Any, *arguments: Any) -> None:
@@ -328,14 +337,26 @@ load_u32 = _loader("uint32", 32, types.uint32)
 load_u64 = _loader("uint64", 64, types.uint64)
 
 
-@intrinsic
-def as_pointer(typingctx, address):  # type: ignore[no-untyped-def]
-    """An address (int64) as the pointer that numba.carray takes."""
+def _viewer(dtype: Any, width: int) -> Any:
+    kind = types.Array(dtype, 1, "C")
 
-    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        return builder.inttoptr(arguments[0], _i8.as_pointer())
+    @intrinsic
+    def view(typingctx, address, length):  # type: ignore[no-untyped-def]
+        def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+            array = context.make_array(kind)(context, builder)
+            pointer = builder.inttoptr(arguments[0], context.get_data_type(dtype).as_pointer())
+            size = ir.Constant(_i64, width)
+            populate_array(array, data=pointer, shape=[arguments[1]], strides=[size], itemsize=size, meminfo=None)
+            return array._getvalue()
 
-    return types.voidptr(types.int64), codegen
+        return kind(types.int64, types.int64), codegen
+
+    view.__doc__ = f"{dtype} array over memory at an address (int64) that somebody else keeps alive."
+    return view
+
+
+view_i32 = _viewer(types.int32, 4)
+view_u8 = _viewer(types.uint8, 1)
 
 
 # ---------------------------------------------------------------- futex (int32 arrays)
@@ -347,15 +368,26 @@ SYS_FUTEX = _NUMBERS[0]
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1                              # not private: the words may be shared between processes
 
 
+@intrinsic
+def _timespec(typingctx, seconds, nanoseconds):  # type: ignore[no-untyped-def]
+    """Address (int64) of a struct timespec on the calling function's stack."""
+
+    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        pair = cgutils.alloca_once(builder, ir.ArrayType(_i64, 2))
+        for k in range(2):
+            builder.store(arguments[k], cgutils.gep_inbounds(builder, pair, 0, k))
+        return builder.ptrtoint(pair, _i64)
+
+    return types.int64(types.int64, types.int64), codegen
+
+
 @compiled
 def futex_wait(words, index, expected, timeout_ns):  # type: ignore[no-untyped-def]
     """Sleep while words[index] (int32) equals `expected`, for at most `timeout_ns` (< 0: for ever). 0 or minus errno."""
     if timeout_ns < 0:
         return syscall(SYS_FUTEX, address_of(words, index), _FUTEX_WAIT, np.int64(expected), 0, 0, 0)
-    limit = np.empty(2, np.int64)
-    limit[0] = timeout_ns // 1_000_000_000
-    limit[1] = timeout_ns % 1_000_000_000
-    return syscall(SYS_FUTEX, address_of(words, index), _FUTEX_WAIT, np.int64(expected), address_of(limit, 0), 0, 0)
+    limit = _timespec(timeout_ns // 1_000_000_000, timeout_ns % 1_000_000_000)
+    return syscall(SYS_FUTEX, address_of(words, index), _FUTEX_WAIT, np.int64(expected), limit, 0, 0)
 
 
 @compiled

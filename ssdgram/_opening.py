@@ -128,6 +128,12 @@ def group_records(geometry: Geometry, selection: Selection) -> np.ndarray:
     return records
 
 
+def gather_groups(selection: Selection) -> np.ndarray:
+    """int64 [orders, 2]: rows of an order's bundles here, and its first output column (as `kernels.gather_cpu` takes it)."""
+    heads = np.array(selection.heads, np.int64)
+    return np.stack([heads, np.cumsum(heads) - heads], axis=1)
+
+
 def shape_of(geometry: Geometry, selection: Selection, vocabulary: int, readers: int, depth: int, batches: int) -> Shape:
     """What the budget is divided by."""
     return Shape(layers=len(selection.layers), orders=geometry.orders, files=len(selection.layers) * len(selection.columns),

@@ -11,10 +11,9 @@ _plan_state.py describes; others see a batch through its words (release/acquire)
 from __future__ import annotations
 
 import numpy as np
-from numba import carray
 
-from ssdgram._compiled import (address_of, as_pointer, atomic_exchange, atomic_load, atomic_store, compiled, fence, futex_wait,
-                               futex_wake, now_ns, prefetch)
+from ssdgram._compiled import (address_of, atomic_exchange, atomic_load, atomic_store, compiled_lean, fence, futex_wait,
+                               futex_wake, now_ns, prefetch, view_i32, view_u8)
 from ssdgram._pages import expand_bundle, promote, push_pages, settle_page
 from ssdgram._plan_state import (C_ACTIVE, C_BUILDING, C_GIVEN, C_IDLE, C_OVERFLOW, C_PUSH, C_QUEUES, C_REQUEST_HEAD,
                                  C_REQUEST_TAIL, C_STATE, C_TICKS, DEGRADED, DONE, EXPANDING, FREE_BATCH, LAYER_FAILED, LAYER_READY,
@@ -48,19 +47,19 @@ BLOCKED, MORE, LAYER_DONE, ALL_DONE = range(4)
 # ---------------------------------------------------------------- batches: queues, stages, words
 
 
-@compiled
+@compiled_lean
 def set_stage(plan, b, stage):  # type: ignore[no-untyped-def]
     """Publish a batch's stage."""
     atomic_store(plan.words, b * plan.params[PP_BATCH_LINE] + W_STAGE, np.int32(stage))
 
 
-@compiled
+@compiled_lean
 def stage_of(plan, b):  # type: ignore[no-untyped-def]
     """A batch's stage."""
     return plan.words[b * plan.params[PP_BATCH_LINE] + W_STAGE]
 
 
-@compiled
+@compiled_lean
 def ring_bell(plan, b):  # type: ignore[no-untyped-def]
     """Something about batch b changed: wake those who wait for it."""
     line = b * plan.params[PP_BATCH_LINE]
@@ -70,7 +69,7 @@ def ring_bell(plan, b):  # type: ignore[no-untyped-def]
         futex_wake(plan.words, line + W_SEQUENCE, 1 << 30)
 
 
-@compiled
+@compiled_lean
 def enqueue(plan, b):  # type: ignore[no-untyped-def]
     """Append the batch to the queue of its class."""
     queue = C_QUEUES + 2 * plan.batches[b].priority
@@ -83,7 +82,7 @@ def enqueue(plan, b):  # type: ignore[no-untyped-def]
     set_stage(plan, b, QUEUED)
 
 
-@compiled
+@compiled_lean
 def dequeue(plan, b):  # type: ignore[no-untyped-def]
     """Take the batch out of the queue of its class, wherever it stands in it."""
     queue = C_QUEUES + 2 * plan.batches[b].priority
@@ -99,13 +98,13 @@ def dequeue(plan, b):  # type: ignore[no-untyped-def]
         plan.control[queue + 1] = before
 
 
-@compiled
+@compiled_lean
 def in_queue(stage):  # type: ignore[no-untyped-def]
     """Whether a batch of this stage stands in the queue of its class."""
     return stage == QUEUED or stage == PLANNING or stage == EXPANDING
 
 
-@compiled
+@compiled_lean
 def reset_plan(plan, b, cursor):  # type: ignore[no-untyped-def]
     """The batch holds nothing; its plan begins (again) at flat token `cursor`."""
     layers = plan.params[PP_LAYERS]
@@ -122,7 +121,7 @@ def reset_plan(plan, b, cursor):  # type: ignore[no-untyped-def]
         plan.layers[b * layers + layer].failed_slot = -1
 
 
-@compiled
+@compiled_lean
 def take_requests(plan):  # type: ignore[no-untyped-def]
     """New batches into their queues, releases into unwinding. How many."""
     control, mask = plan.control, plan.params[PP_REQUESTS] - 1
@@ -145,7 +144,7 @@ def take_requests(plan):  # type: ignore[no-untyped-def]
     return count
 
 
-@compiled
+@compiled_lean
 def release(plan, b):  # type: ignore[no-untyped-def]
     """Nobody wants the batch any more: leave its queue and unwind. A second release changes nothing."""
     stage = stage_of(plan, b)
@@ -160,7 +159,7 @@ def release(plan, b):  # type: ignore[no-untyped-def]
         unwind_from_start(plan, b)
 
 
-@compiled
+@compiled_lean
 def unwind_from_start(plan, b):  # type: ignore[no-untyped-def]
     """Begin to drop the batch's references."""
     plan.batches[b].layer = 0
@@ -171,7 +170,7 @@ def unwind_from_start(plan, b):  # type: ignore[no-untyped-def]
 # ---------------------------------------------------------------- planning
 
 
-@compiled
+@compiled_lean
 def find_slot(plan, set_index, x, group):  # type: ignore[no-untyped-def]
     """Slot of the bundle, or -1; a hit in the directory is made known to the policy."""
     way = probe(plan.directory, set_index, x, group)
@@ -183,7 +182,7 @@ def find_slot(plan, set_index, x, group):  # type: ignore[no-untyped-def]
     return np.int64(-1)
 
 
-@compiled
+@compiled_lean
 def look_up_block(plan, first, count):  # type: ignore[no-untyped-def]
     """Ask for the sets of `count` positions' keys, then probe them: slot or -1 (absent), -2 (not served here) into `found`."""
     groups = plan.groups.shape[0]
@@ -211,7 +210,7 @@ def look_up_block(plan, first, count):  # type: ignore[no-untyped-def]
             k += 1
 
 
-@compiled
+@compiled_lean
 def slot_for(plan, b, k, x, group, order):  # type: ignore[no-untyped-def]
     """The slot that the look-up found, or a new one for a bundle that is absent; -1: none to be had."""
     slots, slot = plan.slots, np.int64(plan.found[k])
@@ -229,7 +228,7 @@ def slot_for(plan, b, k, x, group, order):  # type: ignore[no-untyped-def]
     return slot
 
 
-@compiled
+@compiled_lean
 def hold(plan, state, b, slot, layer, order, held):  # type: ignore[no-untyped-def]
     """Count the batch among the users of the slot, once, and list the slot. Joining a read of the other class may speed it up."""
     slots, batches = plan.slots, plan.batches
@@ -241,7 +240,7 @@ def hold(plan, state, b, slot, layer, order, held):  # type: ignore[no-untyped-d
         plan.control[C_IDLE] -= 1
     slots[slot].refs += 1
     line = b * plan.params[PP_LAYERS] + layer
-    held[layer, plan.layers[line].held] = slot
+    held[layer * batches[b].positions * plan.params[PP_ORDERS] + plan.layers[line].held] = slot
     plan.layers[line].held += 1
     batches[b].need += 1
     status = slots[slot].status
@@ -256,10 +255,11 @@ def hold(plan, state, b, slot, layer, order, held):  # type: ignore[no-untyped-d
             promote(plan, state, slot)
 
 
-@compiled
+@compiled_lean
 def settle_block(plan, state, b, first, block, out, held):  # type: ignore[no-untyped-def]
     """Give each of the looked-up keys its slot, in `out`, and count the batch among its users. False: no slot to be had."""
     groups, k = plan.groups.shape[0], 0
+    positions, orders = plan.batches[b].positions, plan.params[PP_ORDERS]
     for t in range(plan.batches[b].planned + first, plan.batches[b].planned + first + block):
         for g in range(groups):
             group = plan.groups[g]
@@ -269,20 +269,19 @@ def settle_block(plan, state, b, first, block, out, held):  # type: ignore[no-un
                 if slot < 0:
                     return False
                 hold(plan, state, b, slot, group.layer, group.order, held)
-            out[group.layer, t, group.order] = slot
+            out[(group.layer * positions + t) * orders + group.order] = slot
             k += 1
     return True
 
 
-@compiled
+@compiled_lean
 def plan_slice(plan, state, b):  # type: ignore[no-untyped-def]
     """Plan the next SLICE flat tokens of the batch. False: no slot was to be had, the batch must give back what it holds."""
     batch, groups, orders = plan.batches[b], plan.groups.shape[0], plan.params[PP_ORDERS]
-    tokens = carray(as_pointer(batch.tokens), batch.flat, np.int32)
-    flags = carray(as_pointer(batch.flags), batch.flat, np.uint8)
+    tokens, flags = view_i32(batch.tokens, batch.flat), view_u8(batch.flags, batch.flat)
     layers = plan.params[PP_LAYERS]
-    out = carray(as_pointer(batch.slots), (layers, batch.positions, orders), np.int32)
-    held = carray(as_pointer(batch.held), (layers, batch.positions * orders), np.int32)
+    out = view_i32(batch.slots, layers * batch.positions * orders)
+    held = view_i32(batch.held, layers * batch.positions * orders)
     stop = min(batch.cursor + SLICE, batch.flat)
     if batch.window > 0:
         stop = min(stop, batch.start + batch.window)
@@ -300,17 +299,18 @@ def plan_slice(plan, state, b):  # type: ignore[no-untyped-def]
     return True
 
 
-@compiled
+@compiled_lean
 def expand_slice(plan, state, b):  # type: ignore[no-untyped-def]
     """Make the page reads of the next bundles of one layer that the batch holds and nobody reads yet: BLOCKED (no free
     records), MORE, LAYER_DONE or ALL_DONE."""
     batch, layers = plan.batches[b], plan.params[PP_LAYERS]
-    held = carray(as_pointer(batch.held), (layers, batch.positions * plan.params[PP_ORDERS]), np.int32)
+    room = batch.positions * plan.params[PP_ORDERS]           # of each layer's list of distinct slots
+    held = view_i32(batch.held, layers * room)
     mine = plan.layers[b * layers + batch.layer]
     stop = min(mine.held, batch.expand + EXPAND_SCAN) if mine.unready > 0 else batch.expand
     made = 0
     while batch.expand < stop and made < EXPAND_SLICE:
-        slot = held[batch.layer, batch.expand]
+        slot = held[batch.layer * room + batch.expand]
         if plan.slots[slot].status == SLOT_RESERVED:
             pages = expand_bundle(plan, state, slot, batch.ticket, batch.priority)
             if pages < 0:
@@ -325,7 +325,7 @@ def expand_slice(plan, state, b):  # type: ignore[no-untyped-def]
     return ALL_DONE if batch.layer == layers else LAYER_DONE
 
 
-@compiled
+@compiled_lean
 def starve(plan, b):  # type: ignore[no-untyped-def]
     """No slot was to be had. Alone with its slots, the batch is too large; else it gives all back and tries again later."""
     line = b * plan.params[PP_BATCH_LINE]
@@ -344,13 +344,13 @@ def starve(plan, b):  # type: ignore[no-untyped-def]
         unwind_from_start(plan, other)
 
 
-@compiled
+@compiled_lean
 def must_wait_for_slots(plan, b):  # type: ignore[no-untyped-def]
     """Whether the batch starved and nothing was given back since."""
     return plan.words[b * plan.params[PP_BATCH_LINE] + W_STARVED] != 0 and plan.batches[b].given == plan.control[C_GIVEN]
 
 
-@compiled
+@compiled_lean
 def advance_head(plan, state, b):  # type: ignore[no-untyped-def]
     """One slice of work on the batch at the head of its queue. Whether there was any to do."""
     if stage_of(plan, b) == QUEUED:
@@ -380,14 +380,14 @@ def advance_head(plan, state, b):  # type: ignore[no-untyped-def]
     return outcome != BLOCKED
 
 
-@compiled
+@compiled_lean
 def window_is_planned(plan, b):  # type: ignore[no-untyped-def]
     """Whether the plan reached the end of the batch, or of its present window."""
     batch = plan.batches[b]
     return batch.cursor >= batch.flat or (batch.window > 0 and batch.cursor >= batch.start + batch.window)
 
 
-@compiled
+@compiled_lean
 def nothing_to_read(plan, b):  # type: ignore[no-untyped-def]
     """Whether every bundle of the batch was ready when it was planned."""
     layers = plan.params[PP_LAYERS]
@@ -397,7 +397,7 @@ def nothing_to_read(plan, b):  # type: ignore[no-untyped-def]
     return True
 
 
-@compiled
+@compiled_lean
 def finish_expanding(plan, b):  # type: ignore[no-untyped-def]
     """All page reads are made: leave the queue, wait for the rows."""
     dequeue(plan, b)
@@ -408,11 +408,12 @@ def finish_expanding(plan, b):  # type: ignore[no-untyped-def]
 # ---------------------------------------------------------------- completion
 
 
-@compiled
+@compiled_lean
 def publish_layers(plan, b):  # type: ignore[no-untyped-def]
     """Move each layer's cursor over the slots that are ready; publish the layers whose cursor is at its end."""
     batch, layers, line = plan.batches[b], plan.params[PP_LAYERS], b * plan.params[PP_BATCH_LINE]
-    held = carray(as_pointer(batch.held), (layers, batch.positions * plan.params[PP_ORDERS]), np.int32)
+    room = batch.positions * plan.params[PP_ORDERS]           # of each layer's list of distinct slots
+    held = view_i32(batch.held, layers * room)
     complete = True
     for layer in range(layers):
         if plan.words[line + W_LAYER + layer] != 0:
@@ -421,9 +422,9 @@ def publish_layers(plan, b):  # type: ignore[no-untyped-def]
         if mine.unready == 0:
             mine.cursor = mine.held
         while mine.cursor < mine.held:
-            status = plan.slots[held[layer, mine.cursor]].status
+            status = plan.slots[held[layer * room + mine.cursor]].status
             if status == SLOT_FAILED and mine.failed_slot < 0:
-                mine.failed_slot = held[layer, mine.cursor]
+                mine.failed_slot = held[layer * room + mine.cursor]
             if status != SLOT_READY and status != SLOT_FAILED:
                 break
             mine.cursor += 1
@@ -437,7 +438,7 @@ def publish_layers(plan, b):  # type: ignore[no-untyped-def]
         finish_batch(plan, b)
 
 
-@compiled
+@compiled_lean
 def finish_batch(plan, b):  # type: ignore[no-untyped-def]
     """Every layer is published. A windowed batch gives its slots back at once and goes on with its next window."""
     batch = plan.batches[b]
@@ -454,11 +455,12 @@ def finish_batch(plan, b):  # type: ignore[no-untyped-def]
         unwind_from_start(plan, b)
 
 
-@compiled
+@compiled_lean
 def unwind_slice(plan, b):  # type: ignore[no-untyped-def]
     """Drop the next references of the batch; after the last it waits for GPU words, goes on with a window, or queues again."""
     batch, layers = plan.batches[b], plan.params[PP_LAYERS]
-    held = carray(as_pointer(batch.held), (layers, batch.positions * plan.params[PP_ORDERS]), np.int32)
+    room = batch.positions * plan.params[PP_ORDERS]           # of each layer's list of distinct slots
+    held = view_i32(batch.held, layers * room)
     if batch.released != 0 and not words_arrived(plan, b):
         return False                                         # the GPU may still read these slots
     budget = UNWIND_SLICE
@@ -467,7 +469,7 @@ def unwind_slice(plan, b):  # type: ignore[no-untyped-def]
         stop = min(mine.held, batch.expand + budget)
         budget -= stop - batch.expand
         for k in range(batch.expand, stop):
-            drop_reference(plan.control, plan.directory, plan.slots, plan.overflow, held[batch.layer, k])
+            drop_reference(plan.control, plan.directory, plan.slots, plan.overflow, held[batch.layer * room + k])
         batch.expand = stop
         if stop < mine.held:
             return True
@@ -477,7 +479,7 @@ def unwind_slice(plan, b):  # type: ignore[no-untyped-def]
     return True
 
 
-@compiled
+@compiled_lean
 def after_unwinding(plan, b):  # type: ignore[no-untyped-def]
     """The batch holds nothing: free it, or let it plan (its next window, or from the start if it had starved)."""
     batch, layers, line = plan.batches[b], plan.params[PP_LAYERS], b * plan.params[PP_BATCH_LINE]
@@ -498,7 +500,7 @@ def after_unwinding(plan, b):  # type: ignore[no-untyped-def]
     enqueue_again(plan, b)
 
 
-@compiled
+@compiled_lean
 def enqueue_again(plan, b):  # type: ignore[no-untyped-def]
     """A starved batch goes back to the head of its queue (first come, first served); a windowed one to its end."""
     queue = C_QUEUES + 2 * plan.batches[b].priority
@@ -510,7 +512,7 @@ def enqueue_again(plan, b):  # type: ignore[no-untyped-def]
     set_stage(plan, b, QUEUED)
 
 
-@compiled
+@compiled_lean
 def words_arrived(plan, b):  # type: ignore[no-untyped-def]
     """Whether the GPU has stored the batch's ticket behind every gather that was launched for it."""
     batch, layers = plan.batches[b], plan.params[PP_LAYERS]
@@ -520,7 +522,7 @@ def words_arrived(plan, b):  # type: ignore[no-untyped-def]
     return True
 
 
-@compiled
+@compiled_lean
 def free_batch(plan, b):  # type: ignore[no-untyped-def]
     """Take the batch out of the active list; its row may be used again."""
     control = plan.control
@@ -534,7 +536,7 @@ def free_batch(plan, b):  # type: ignore[no-untyped-def]
     ring_bell(plan, b)
 
 
-@compiled
+@compiled_lean
 def settle_reads(plan, state, most):  # type: ignore[no-untyped-def]
     """Settle up to `most` page records that readers are done with, a share from each reader. How many."""
     capacity, count = state.params[P_DONE_CAPACITY], 0
@@ -550,7 +552,7 @@ def settle_reads(plan, state, most):  # type: ignore[no-untyped-def]
     return count
 
 
-@compiled
+@compiled_lean
 def tend_batches(plan, settled):  # type: ignore[no-untyped-def]
     """Publish what became ready, unwind what is to be unwound. (slices of work done, batches that wait for the GPU)."""
     work, waiting_for_gpu, k = 0, 0, 0
@@ -572,7 +574,7 @@ def tend_batches(plan, settled):  # type: ignore[no-untyped-def]
 # ---------------------------------------------------------------- the drive's health, sleeping, the loop
 
 
-@compiled
+@compiled_lean
 def oldest_read_ns(state):  # type: ignore[no-untyped-def]
     """When the oldest read in any drive was submitted, 0: none is under way."""
     oldest = np.int64(0)
@@ -583,7 +585,7 @@ def oldest_read_ns(state):  # type: ignore[no-untyped-def]
     return oldest
 
 
-@compiled
+@compiled_lean
 def look_at_drive(plan, state, now):  # type: ignore[no-untyped-def]
     """DEGRADED while a read is under way for longer than it may be; SERVING again when that is over. Whether any is."""
     oldest = oldest_read_ns(state)
@@ -598,7 +600,7 @@ def look_at_drive(plan, state, now):  # type: ignore[no-untyped-def]
     return oldest > 0
 
 
-@compiled
+@compiled_lean
 def nothing_arrived(plan, state):  # type: ignore[no-untyped-def]
     """Whether request ring and done rings are empty."""
     if atomic_load(plan.control, C_REQUEST_TAIL) != plan.control[C_REQUEST_HEAD]:
@@ -610,7 +612,7 @@ def nothing_arrived(plan, state):  # type: ignore[no-untyped-def]
     return True
 
 
-@compiled
+@compiled_lean
 def sleep(plan, state, longest_ns):  # type: ignore[no-untyped-def]
     """Sleep until somebody rings, or for `longest_ns` (< 0: no limit)."""
     word = state.words[PLANNER_WORD]
@@ -622,7 +624,7 @@ def sleep(plan, state, longest_ns):  # type: ignore[no-untyped-def]
     atomic_store(state.control, PLANNER_ASLEEP, np.int64(0))
 
 
-@compiled
+@compiled_lean
 def work_on_heads(plan, state):  # type: ignore[no-untyped-def]
     """A slice on the step queue's head, or, when there is none, on the background queue's. Slices of work done.
 
@@ -637,7 +639,7 @@ def work_on_heads(plan, state):  # type: ignore[no-untyped-def]
     return work
 
 
-@compiled
+@compiled_lean
 def push_built_pages(plan, state):  # type: ignore[no-untyped-def]
     """Hand records to the readers once their layer is complete (until then more rows may join them). Slices of work done."""
     control, work = plan.control, 0
@@ -651,7 +653,7 @@ def push_built_pages(plan, state):  # type: ignore[no-untyped-def]
     return work
 
 
-@compiled
+@compiled_lean
 def planner_loop(plan, state):  # type: ignore[no-untyped-def]
     """Run until STOP. This is the whole life of the planner's thread."""
     last_work = now_ns()

@@ -7,7 +7,7 @@ the free list only when nothing refers to it, and C_IDLE counts the READY ones o
 
 from __future__ import annotations
 
-from ssdgram._compiled import compiled
+from ssdgram._compiled import compiled_lean
 from ssdgram._plan_state import (C_FREE, C_GIVEN, C_HAND, C_IDLE, C_OVERFLOW, IN_DIRECTORY, IN_OVERFLOW, NOWHERE, S_EVICTIONS, S_RECLAIMS,
                                  SLOT_FAILED, SLOT_FREE, SLOT_READY, SLOT_RESERVED)
 from ssdgram.cache import directory as cache_directory
@@ -19,7 +19,7 @@ overflow_find, overflow_insert, overflow_remove = cache_overflow.find, cache_ove
 directory_init, overflow_init = cache_directory.init, cache_overflow.init
 
 
-@compiled
+@compiled_lean
 def free_all(control, slots):  # type: ignore[no-untyped-def]
     """Put every slot into the free list, lowest first out."""
     count = slots.shape[0]
@@ -31,7 +31,7 @@ def free_all(control, slots):  # type: ignore[no-untyped-def]
     control[C_FREE + 1] = count
 
 
-@compiled
+@compiled_lean
 def give_back(control, slots, slot):  # type: ignore[no-untyped-def]
     """Slot to the free list. Nothing refers to it any more."""
     slots[slot].status = SLOT_FREE
@@ -42,7 +42,7 @@ def give_back(control, slots, slot):  # type: ignore[no-untyped-def]
     control[C_FREE + 1] += 1
 
 
-@compiled
+@compiled_lean
 def reclaim(control, stats, directory, sketch, slots):  # type: ignore[no-untyped-def]
     """Evict one bundle that no batch uses, the least useful one of the next set that has any. Whether there was one."""
     sets = directory.shape[0]
@@ -67,7 +67,7 @@ def reclaim(control, stats, directory, sketch, slots):  # type: ignore[no-untype
     return False
 
 
-@compiled
+@compiled_lean
 def pushed_out(control, stats, slots, overflow, slot):  # type: ignore[no-untyped-def]
     """The policy took this slot's bundle out of the directory: free it, or keep it findable while it is in use."""
     stats[S_EVICTIONS] += 1
@@ -80,7 +80,7 @@ def pushed_out(control, stats, slots, overflow, slot):  # type: ignore[no-untype
         control[C_OVERFLOW] += 1
 
 
-@compiled
+@compiled_lean
 def take(control, stats, directory, sketch, slots, overflow, s, x, group, priority):  # type: ignore[no-untyped-def]
     """A RESERVED slot for the bundle (x, group), which set `s` does not have; entered into the directory. -1: none to be had."""
     if control[C_FREE + 1] == 0 and not reclaim(control, stats, directory, sketch, slots):
@@ -103,7 +103,7 @@ def take(control, stats, directory, sketch, slots, overflow, s, x, group, priori
     return slot
 
 
-@compiled
+@compiled_lean
 def forget(control, directory, slots, overflow, slot):  # type: ignore[no-untyped-def]
     """Take the slot's bundle out of directory or overflow table, so that the next batch that wants it reads it anew."""
     if slots[slot].where == IN_DIRECTORY:
@@ -117,7 +117,7 @@ def forget(control, directory, slots, overflow, slot):  # type: ignore[no-untype
     slots[slot].where = NOWHERE
 
 
-@compiled
+@compiled_lean
 def drop_reference(control, directory, slots, overflow, slot):  # type: ignore[no-untyped-def]
     """One user less. The last one leaves the bundle to the directory if that has it whole, else gives the slot back."""
     slots[slot].refs -= 1
@@ -131,7 +131,7 @@ def drop_reference(control, directory, slots, overflow, slot):  # type: ignore[n
     give_back(control, slots, slot)
 
 
-@compiled
+@compiled_lean
 def row_placed(control, directory, slots, overflow, slot):  # type: ignore[no-untyped-def]
     """One of the slot's rows is in place, or failed for good. The last one makes the bundle READY, or FAILED and forgotten."""
     slots[slot].pending -= 1

@@ -119,9 +119,10 @@ class Batch:
         self._check()
         record = self._store._plan.batches[self._row]
         taken = int(record["taken_ns"])
+        published = self._store._plan.layers["published_ns"][self._row * len(self._ready):(self._row + 1) * len(self._ready)]
         return {"queued_us": (taken - int(record["submitted_ns"])) / 1e3,
                 "planned_us": (int(record["planned_ns"]) - taken) / 1e3,
-                "published_us": (int(record["published_ns"]) - taken) / 1e3,
+                "published_us": (int(published.max()) - taken) / 1e3,
                 "probes": int(record["probes"]), "misses": int(record["misses"]), "joined": int(record["joined"]),
                 "reads": int(record["reads"]), "bundles": int(record["need"])}
 

@@ -38,6 +38,7 @@ from ssdgram._planner import planner_loop
 from ssdgram.batch import Batch
 from ssdgram.errors import (ConfigError, ForkedStoreError, SSDGramError, StoreBusyError, StoreClosedError,
                             StoreReplacedError)
+from ssdgram.kernels.gather_cpu import RowFormat, row_format
 from ssdgram.kernels.hash import ngram_keys
 from ssdgram.layout.files import load_token_map, resolve
 from ssdgram.layout.manifest import MANIFEST, Manifest, identity
@@ -102,6 +103,7 @@ class Store:
         self.notices: list[str] = []
         self._lock = threading.Lock()
         self._tickets = 0
+        self._row_formats: dict[int, RowFormat] = {}
         self._alive: dict[int, Any] = {}                     # row -> what its addresses point into
         self._wait_counts, self._wait_us_sum, self._served_bytes = np.zeros(WAIT_BUCKETS, np.int64), 0.0, 0
         all_paths = resolve(out, self.manifest, stripes)
@@ -126,7 +128,8 @@ class Store:
         depth = tuning.depth or queues.default_depth(chosen)
         shape = _opening.shape_of(self.geometry, self._selection, len(self._token_map), readers, depth, tuning.batches)
         self._sizes = sizes(budget, shape)
-        self._budget, self._line = budget, p.batch_line(shape.layers)
+        self._budget, self._line, self._stride = budget, p.batch_line(shape.layers), shape.stride
+        self._gather_groups = _opening.gather_groups(self._selection)
         self.capacity = self._sizes.slots - shape.groups     # distinct bundles that one batch may hold
         self._arena = Arena(list(self._sizes.specs), huge_pages=True)
         try:
@@ -327,6 +330,14 @@ class Store:
                            self.geometry.fill(self._token_map), out)
         return out[:count].reshape(count, -1)
 
+    def _row_format(self, index: int) -> RowFormat:
+        """How the rows of a served layer become values."""
+        if index not in self._row_formats:
+            scales = self.manifest.global_scales
+            scale = None if scales is None else scales[self._selection.indices[index]]
+            self._row_formats[index] = row_format(self.geometry.encoding, self.dim, scale)
+        return self._row_formats[index]
+
     def _budgets(self, used_slots: int) -> dict[str, tuple[int, int]]:
         fixed = self._sizes.total - self._sizes.slots * int(self._state.params[s.P_SLOT_STRIDE])
         return {"dram": (fixed + used_slots * int(self._state.params[s.P_SLOT_STRIDE]), self._budget)}
@@ -378,7 +389,7 @@ def _forget_all() -> None:
     """In a forked child: give up the parent's descriptors, so that neither ring nor file is held open by us."""
     for store in list(_open_stores):
         _opening.close_files(store._pairs)
-        store._queue.forget()
+        store._arena.forget()
     _open_stores.clear()
 
 
