@@ -35,7 +35,7 @@ def _program(*command: str) -> str | None:
 
 def drive(folder: Path) -> str:
     """What `folder` lies on: file system, device and its model as far as the kernel tells."""
-    kind, source = machine.file_system(folder)
+    kind, _ = machine.file_system(folder)
     device = machine.block_device(folder)
     if device is None:
         return kind

@@ -141,8 +141,9 @@ def against_fio(path: Path, size: int, depths: list[int], seconds: float, rounds
         result["cpu_ratio"] = result["uring"]["cpu_us"] / result["fio_unbatched"]["cpu_us"]
         result["ok"] = result["rate_ratio"] >= bar and result["cpu_ratio"] <= BAR_CPU
         click.echo(f"depth {depth:4d}{'' if direct else ' (page cache)'}: uring {result['uring']['reads_s']:9,.0f} reads/s at "
-                   f"{result['uring']['cpu_us']:.2f} us CPU; fio {result['fio']['reads_s']:9,.0f} at {result['fio']['cpu_us']:.2f}, "
-                   f"unbatched {result['fio_unbatched']['reads_s']:9,.0f} at {result['fio_unbatched']['cpu_us']:.2f}; "
+                   f"{result['uring']['cpu_us']:.2f} us CPU; fio {result['fio']['reads_s']:9,.0f} at "
+                   f"{result['fio']['cpu_us']:.2f}, unbatched {result['fio_unbatched']['reads_s']:9,.0f} at "
+                   f"{result['fio_unbatched']['cpu_us']:.2f}; "
                    f"rate ratio {result['rate_ratio']:.3f} (bar {bar}), CPU ratio {result['cpu_ratio']:.2f} (bar {BAR_CPU}): "
                    f"{'ok' if result['ok'] else 'BELOW'}")
         results.append(result)

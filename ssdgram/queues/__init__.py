@@ -1,7 +1,8 @@
 """Queues: how pages get from the drive to their slots. One interface, two back ends, a reasoned choice.
 
     queue = choose(name, state, affinity=None)     "uring" | "threads" | "auto"; arrays as in ssdgram._state
-    queue.start(); … wake_readers(state) after every push … ; state.control[STOP] = 1; queue.wake_all(); queue.join(5); queue.close()
+    queue.start(); ... wake_readers(state) after every push ...
+    state.control[STOP] = 1; queue.wake_all(); queue.join(5); queue.close()
 
 The hand-over of pages (`_handoff`), the tries of a page (`_tries`) and the fault injector (`_faults`) are the same compiled
 code under both. A queue knows pages and files, nothing of batches, keys or the cache. If `queue.stuck` is true after the

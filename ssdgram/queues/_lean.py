@@ -24,12 +24,12 @@ def inlined(function: F) -> F:
 
 
 def _uncounted(context: Any, builder: Any, kind: Any, value: Any) -> Any:
-    if isinstance(kind, types.BaseTuple):
+    if isinstance(kind, types.BaseTuple):  # type: ignore[attr-defined]
         for k, member in enumerate(kind.types):
             value = builder.insert_value(value, _uncounted(context, builder, member, builder.extract_value(value, k)), k)
         return value
     array = context.make_array(kind)(context, builder, value)
-    array.meminfo = context.get_constant_null(types.MemInfoPointer(kind.dtype))
+    array.meminfo = context.get_constant_null(types.MemInfoPointer(kind.dtype))  # type: ignore[attr-defined]
     return array._getvalue()
 
 

@@ -145,7 +145,7 @@ class Ring:
 
 def _view(address: int, count: int, dtype: type) -> np.ndarray:
     size = count * np.dtype(dtype).itemsize
-    return np.frombuffer((ctypes.c_char * size).from_address(address), dtype)
+    return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address)).view(dtype)
 
 
 def _close_in_child() -> None:

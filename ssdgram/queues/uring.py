@@ -32,10 +32,10 @@ from ssdgram.queues._faults import spoil, stalled
 from ssdgram.queues._handoff import (PORTION, R_ROOM, READER_PLAIN, READER_RETURNED, READER_STUCK, pull_background, pull_step,
                                      push_done, wake_planner, wake_readers, work_waits)
 from ssdgram.queues._lean import borrowed, inlined
-from ssdgram.queues._tries import STOP_GRACE_NS, again, is_last, judge, pause
 from ssdgram.queues._plain import plain_loop, serve_page
 from ssdgram.queues._readers import Readers
 from ssdgram.queues._ring import Ring
+from ssdgram.queues._tries import STOP_GRACE_NS, again, is_last, judge, pause
 
 log = logging.getLogger("ssdgram")
 
@@ -328,7 +328,9 @@ def wait(state, reader, ring, sqes, own, stopping):  # type: ignore[no-untyped-d
 def turn_end(state, reader, ring, sqes, own, stopping, idle_ns):  # type: ignore[no-untyped-def]
     """Submit, and wait if there is nothing else to do. idle_ns: since when this reader is idle, 0 if not. 0 or minus errno."""
     params = state.params
-    busy = completions(ring, own) > 0 or (not stopping and work_waits(state, step_room(params, own), background_room(params, own)))
+    busy = completions(ring, own) > 0
+    if not stopping and not busy:
+        busy = work_waits(state, step_room(params, own), background_room(params, own))
     if busy or (idle_ns > 0 and now_ns() - idle_ns < params[P_SPIN_NS]):
         return enter(state, reader, ring, own, 0, -1) if own[PENDING] > 0 else np.int64(0)
     return wait(state, reader, ring, sqes, own, stopping)
@@ -372,15 +374,25 @@ def ring_loop(state, reader, ring, sqes, cqes, own, slots):  # type: ignore[no-u
     return np.int64(0)
 
 
+@inlined
 @compiled
-def abandon_ring(state, reader, own, slots):  # type: ignore[no-untyped-def]
+def in_kernel(sqes, own):  # type: ignore[no-untyped-def]
+    """Reads that were submitted and not reaped."""
+    count = own[IN_FLIGHT] - own[HELD]
+    for k in range(own[SQ_TAIL] - own[PENDING], own[SQ_TAIL]):
+        count -= sqes[(k & own[SQ_MASK]) * 8 + 4] != WAKE
+    return count
+
+
+@compiled
+def abandon_ring(state, reader, sqes, own, slots):  # type: ignore[no-untyped-def]
     """Go on without the ring: read what it left by preads into the spare page, then serve pages like that until STOP."""
-    state, own, slots = borrowed(state), borrowed(own), borrowed(slots)
+    state, sqes, own, slots = borrowed(state), borrowed(sqes), borrowed(own), borrowed(slots)
     control = state.control
     line = READER_LINES + reader * READER_WORDS
     atomic_store(control, line + R_STATE, READER_PLAIN)
     atomic_store(control, line + R_WAKE_FD, -1)
-    left = own[IN_FLIGHT] > 0
+    left = in_kernel(sqes, own)
     slot = own[OLDEST]
     while slot >= 0:
         state.pages[slots[slot].page].tries = 0
@@ -389,7 +401,7 @@ def abandon_ring(state, reader, own, slots):  # type: ignore[no-untyped-def]
         slot = np.int64(slots[slot].newer)
     atomic_store(control, line + R_IN_FLIGHT, 0)
     plain_loop(state, reader, own[SPARE])
-    if left:                                                 # the kernel may yet write to the staging slots
+    if left > 0:                                             # the kernel may yet write to the staging slots
         atomic_store(control, line + R_STATE, READER_STUCK)
 
 
@@ -400,7 +412,10 @@ class UringQueue(Readers):
 
     def __init__(self, state: State, reason: str, affinity: Sequence[int] | None = None) -> None:
         super().__init__(state, reason, affinity)
-        self._rings, self._own, self._slots, self._spares = list[Ring](), list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
+        self._rings: list[Ring] = []
+        self._own: list[np.ndarray] = []
+        self._slots: list[np.ndarray] = []
+        self._spares: list[np.ndarray] = []
         notices: set[str] = set()
         try:
             for reader in range(self.readers):
@@ -453,7 +468,7 @@ class UringQueue(Readers):
     def compile(self) -> None:
         """Load the loops from the cache of compiled code, or compile them."""
         compile_for(ring_loop, *self._arguments(0))
-        compile_for(abandon_ring, self.state, 0, self._own[0], self._slots[0])
+        compile_for(abandon_ring, self.state, 0, self._rings[0].sqes, self._own[0], self._slots[0])
 
     def prepare(self, reader: int) -> None:
         """Make this thread the ring's issuer."""
@@ -464,7 +479,7 @@ class UringQueue(Readers):
         result = int(ring_loop(*self._arguments(reader)))
         if result < 0:
             log.warning("queue uring: reader %d lost its ring (%s) and goes on with preads", reader, os.strerror(-result))
-            abandon_ring(self.state, reader, self._own[reader], self._slots[reader])
+            abandon_ring(self.state, reader, self._rings[reader].sqes, self._own[reader], self._slots[reader])
 
     @property
     def flag_names(self) -> str:
