@@ -1,0 +1,310 @@
+"""Gather: bundles at their addresses, wherever they lie (HBM, pinned DRAM), to rows in the order of the columns.
+
+    bundle   | codes head 0 | codes head 1 | ... | scales head 0 | scales head 1 | ... |      64-byte aligned
+    row r = t * columns + c  <-  bundle of (t, order of c):  codes at head * code_bytes, scales behind all heads' codes
+
+A program takes tiles of whole rows, so the rows of a bundle are read as one contiguous run, 16 bytes a thread; over PCIe
+that is what makes the difference (design 1.3). It knows neither tiers nor tickets' meaning: an address is an address, and the
+ticket is a number that the last program to finish reading stores into the word `done`.
+Invariant: that store happens after every byte of every bundle of this launch was read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ssdgram.kernels.launch import Launch, aligned, next_power_of_two
+
+ROWS, PACKED, MXFP8 = 0, 1, 2                                # what comes out
+BLOCK_SCALES, NO_SCALE, GLOBAL_SCALE = 0, 1, 2               # encodings: fp8 + ue8m0 per 32, bf16, fp8 with one scale
+ADDRESSES, SLOTS = 0, 1                                      # what goes in
+ENCODINGS = {"fp8_ue8m0": BLOCK_SCALES, "bf16": NO_SCALE, "fp8_global": GLOBAL_SCALE}
+SCALE_BLOCK = 32                                             # values per scale byte
+
+
+@dataclass(frozen=True)
+class Bundles:
+    """What a layer's bundles look like. heads: rows per bundle of each order (8, 8, 8; a column subset has fewer, or 0).
+
+    stride: bytes between slots, a multiple of 64. global_scale: of "fp8_global".
+    """
+
+    heads: tuple[int, ...]
+    dim: int = 256
+    code_bytes: int = 256
+    scale_bytes: int = 8
+    stride: int = 2112
+    encoding: str = "fp8_ue8m0"
+    global_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.heads) <= 8 or min(self.heads) < 0 or not 0 < sum(self.heads) < 256:
+            raise ValueError(f"heads per order must be 1 to 8 numbers, 1 to 255 in all; found {self.heads}")
+        if self.stride % 64 or self.stride < max(self.heads) * self.row_bytes:
+            raise ValueError(f"a slot stride of {self.stride} bytes is no multiple of 64 or less than the "
+                             f"{max(self.heads) * self.row_bytes} bytes of a bundle")
+        if self.encoding == "fp8_ue8m0" and (self.code_bytes != self.dim or self.scale_bytes * SCALE_BLOCK != self.dim):
+            raise ValueError(f"rows of {self.dim} values with a scale per {SCALE_BLOCK} take {self.dim} + "
+                             f"{self.dim // SCALE_BLOCK} bytes; found {self.code_bytes} + {self.scale_bytes}")
+
+    @property
+    def columns(self) -> int:
+        return sum(self.heads)
+
+    @property
+    def orders(self) -> int:
+        return len(self.heads)
+
+    @property
+    def row_bytes(self) -> int:
+        return self.code_bytes + self.scale_bytes
+
+    @property
+    def packed_heads(self) -> int:
+        """The heads of order o in bits 8 o .. 8 o + 7: one constant for the kernel."""
+        return sum(count << (8 * order) for order, count in enumerate(self.heads))
+
+
+@triton.jit
+def bundle_base(source, index, live, dram, hbm, STRIDE: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Address (int64) of entry `index` of `source`; 0 where there is none (another rank's position, or not `live`)."""
+    if KIND == 0:
+        return tl.load(source + index, mask=live, other=0)
+    slot = tl.load(source + index, mask=live, other=-1).to(tl.int64)
+    address = tl.where(slot >= 0, dram + slot * STRIDE, hbm + (-2 - slot) * STRIDE)
+    return tl.where(slot == -1, 0, address)
+
+
+@triton.jit
+def scale_value(byte):  # type: ignore[no-untyped-def]
+    """float32 of a ue8m0 byte, by the first column of spec A7: 0 is 2^-127 (subnormal), 255 is NaN."""
+    bits = byte.to(tl.int32) << 23
+    bits = tl.where(byte == 0, 0x00400000, bits)
+    return tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def store_done(done, ticket_word, ticket, TICKET: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store the ticket (TICKET 1: the number `ticket`; 2: the number that the word `ticket_word` holds) into `done`."""
+    if TICKET == 2:
+        ticket = tl.load(ticket_word, volatile=True)
+    tl.store(done, ticket, cache_modifier=".wt")             # one writer: no atomic, which PCIe may not offer
+
+
+@triton.jit(do_not_specialize=["tokens", "ticket", "dram", "hbm", "global_scale"],
+            do_not_specialize_on_alignment=["source", "ticket_word", "done", "counter"])
+def gather_kernel(source, out, out_scales, counter, done, ticket_word, dram: tl.int64, hbm: tl.int64, ticket: tl.int64,  # type: ignore[no-untyped-def]
+                  tokens: tl.int32, global_scale: tl.float32,
+                  HEADS: tl.constexpr, ORDERS: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr,
+                  CODE_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr, STRIDE: tl.constexpr,
+                  KIND: tl.constexpr, MODE: tl.constexpr, ENCODING: tl.constexpr, TICKET: tl.constexpr,
+                  CODE_P2: tl.constexpr, SCALE_P2: tl.constexpr, BLOCK: tl.constexpr):
+    """One tile of BLOCK rows at a time; see the module's text and `Gather`."""
+    total = tokens * COLUMNS
+    for tile in range(tl.program_id(0), tl.cdiv(total, BLOCK), tl.num_programs(0)):
+        row = tile * BLOCK + tl.arange(0, BLOCK)
+        inside = row < total
+        token = row // COLUMNS
+        column = row % COLUMNS
+        order = tl.zeros([BLOCK], tl.int32)
+        head = column
+        heads = tl.full([BLOCK], HEADS & 255, tl.int32)
+        start = HEADS & 255
+        for o in tl.static_range(1, ORDERS):
+            behind = column >= start
+            order = tl.where(behind, o, order)
+            head = tl.where(behind, column - start, head)
+            heads = tl.where(behind, (HEADS >> (8 * o)) & 255, heads)
+            start += (HEADS >> (8 * o)) & 255
+        base = bundle_base(source, token * ORDERS + order, inside, dram, hbm, STRIDE, KIND)
+        there = base != 0
+        place = row.to(tl.int64)
+        bundle = tl.multiple_of(base.to(tl.pointer_type(tl.uint8)), 64)
+        codes_at = bundle + head * CODE_BYTES
+        scales_at = bundle + (heads * CODE_BYTES + head * SCALE_BYTES)
+        if ENCODING == 0:
+            if MODE != 1:
+                block = tl.arange(0, SCALE_P2)
+                lane = tl.arange(0, 32)
+                value_at = block[None, :, None] * 32 + lane[None, None, :]
+                wanted = there[:, None, None] & (block < SCALE_BYTES)[None, :, None]
+                written = inside[:, None, None] & (block < SCALE_BYTES)[None, :, None]
+                codes = tl.load(codes_at[:, None, None] + value_at, mask=wanted, other=0)
+                scales = tl.load(scales_at[:, None] + block[None, :], other=0,
+                                 mask=there[:, None] & (block < SCALE_BYTES)[None, :])
+                if MODE == 0:
+                    values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale_value(scales)[:, :, None]
+                    tl.store(out + (place * DIM)[:, None, None] + value_at, values.to(out.dtype.element_ty), mask=written)
+                else:
+                    tl.store(out + (place * DIM)[:, None, None] + value_at, codes, mask=written)
+                    tl.store(out_scales + (place * SCALE_BYTES)[:, None] + block[None, :], scales,
+                             mask=inside[:, None] & (block < SCALE_BYTES)[None, :])
+        if ENCODING == 2 and MODE == 0:
+            lane = tl.arange(0, CODE_P2)
+            wanted = there[:, None] & (lane < CODE_BYTES)[None, :]
+            codes = tl.load(codes_at[:, None] + lane[None, :], mask=wanted, other=0)
+            values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32) * global_scale
+            tl.store(out + (place * DIM)[:, None] + lane[None, :], values.to(out.dtype.element_ty),
+                     mask=inside[:, None] & (lane < CODE_BYTES)[None, :])
+        if MODE == 1 or ENCODING == 1:                       # bytes as they are; bf16 rows are their own bytes
+            lane = tl.arange(0, CODE_P2)
+            ROW_BYTES: tl.constexpr = CODE_BYTES + SCALE_BYTES
+            wanted = there[:, None] & (lane < CODE_BYTES)[None, :]
+            codes = tl.load(codes_at[:, None] + lane[None, :], mask=wanted, other=0)
+            tl.store(out + (place * ROW_BYTES)[:, None] + lane[None, :], codes,
+                     mask=inside[:, None] & (lane < CODE_BYTES)[None, :])
+            if SCALE_BYTES > 0:
+                lane = tl.arange(0, SCALE_P2)
+                wanted = there[:, None] & (lane < SCALE_BYTES)[None, :]
+                scales = tl.load(scales_at[:, None] + lane[None, :], mask=wanted, other=0)
+                tl.store(out + (place * ROW_BYTES + CODE_BYTES)[:, None] + lane[None, :], scales,
+                         mask=inside[:, None] & (lane < SCALE_BYTES)[None, :])
+    if TICKET > 0:
+        # What was loaded was stored (or scaled) above, so these loads have returned; the barrier says so for all warps. The
+        # order of the stores does not matter, so no fence is paid for: they belong to the stream, not to the word.
+        tl.debug_barrier()
+        before = tl.atomic_add(counter, 1, sem="relaxed", scope="gpu")
+        if before == tl.num_programs(0) - 1:                 # ... and so have all other programs
+            tl.atomic_xchg(counter, 0, sem="relaxed", scope="gpu")
+            store_done(done, ticket_word, ticket, TICKET)
+
+
+@triton.jit(do_not_specialize=["ticket"], do_not_specialize_on_alignment=["done", "ticket_word"])
+def mark_kernel(done, ticket_word, ticket: tl.int64, TICKET: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The word alone: behind other work of the stream that reads bundles by address."""
+    store_done(done, ticket_word, ticket, TICKET)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How the work is cut. rows: per tile; warps: per program; programs: at most so many (0: one a tile)."""
+
+    rows: int
+    warps: int
+    programs: int = 0
+
+
+# Measured choices (docs/lab-log.md): the first entry whose token count is not below T. bench/gpu.py --tune tries TILE_CHOICES.
+TILES: tuple[tuple[int, Tile], ...] = ((64, Tile(8, 4)), (1 << 31, Tile(16, 4)))
+TILE_CHOICES: tuple[Tile, ...] = (
+    Tile(8, 1), Tile(8, 2), Tile(8, 4), Tile(16, 2), Tile(16, 4), Tile(16, 8), Tile(32, 4), Tile(32, 8),
+    Tile(8, 4, 528), Tile(8, 4, 1056), Tile(16, 4, 264), Tile(16, 4, 528), Tile(16, 4, 1056), Tile(32, 8, 264), Tile(32, 8, 528),
+)
+
+
+def tile_for(tokens: int) -> Tile:
+    """The tile of TILES for that many tokens."""
+    return next(tile for limit, tile in TILES if tokens <= limit)
+
+
+class Gather:
+    """Launches the gather of one bundle layout. Stateless but for what it compiled; any thread, any stream.
+
+    Arguments of a call:
+      source       addresses int64 [T, orders] (0: zeros), or slots int32 [T, orders] (s >= 0: dram + s * stride; s <= -2:
+                   hbm + (-2 - s) * stride; -1: zeros). On the device or in pinned host memory (read in place).
+      out          "rows" bfloat16 (or float32) [T, columns, dim]; "packed" uint8 [T, columns, row_bytes]; "mxfp8" uint8
+                   [T, columns * dim] with `scales` uint8 [T, columns * scale_bytes]. Contiguous, 16-byte aligned.
+      dram, hbm    base addresses as the device sees them (slots only)
+      done         int64 word, pinned: gets the ticket once all bundles were read. With `counter`, an int32 device word that is
+                   zero (and is left zero) and belongs to one launch at a time.
+      ticket       the number, or an int64 word (pinned or device) that holds it when the kernel runs (for graphs)
+
+    Values (spec A7): bf(fl32(e4m3(code) * 2^(scale - 127))), scale 0 = 2^-127, 255 = NaN, NaN codes NaN, -0 kept.
+    """
+
+    MODES = {"rows": ROWS, "packed": PACKED, "mxfp8": MXFP8}
+
+    def __init__(self, bundles: Bundles) -> None:
+        self.bundles = bundles
+        self._launches: dict[tuple[Any, ...], Launch] = {}
+
+    def __call__(self, source: torch.Tensor, out: torch.Tensor, *, mode: str = "rows", scales: torch.Tensor | None = None,
+                 dram: int = 0, hbm: int = 0, counter: torch.Tensor | None = None, done: torch.Tensor | None = None,
+                 ticket: int | torch.Tensor = 0, tile: Tile | None = None) -> None:
+        tokens = self._checked(source, out, mode, scales, counter, done)
+        tile = tile or tile_for(tokens)
+        by_word = isinstance(ticket, torch.Tensor)
+        kind = SLOTS if source.dtype == torch.int32 else ADDRESSES
+        if mode == "rows" and self.bundles.encoding == "bf16":
+            out = out.view(torch.uint8)                      # their own bytes
+        launch = self.launch(mode, kind, out.dtype, 0 if done is None else 2 if by_word else 1, tile)
+        tiles = -(-tokens * self.bundles.columns // tile.rows)
+        programs = max(1, min(tiles, tile.programs or tiles))
+        launch(programs, source, out, out if scales is None else scales, out if counter is None else counter,
+               out if done is None else done, ticket if by_word else out, dram, hbm, 0 if by_word else ticket, tokens,
+               self.bundles.global_scale)
+
+    def launch(self, mode: str, kind: int, dtype: torch.dtype, ticket: int, tile: Tile) -> Launch:
+        """The compiled variant (see `launch.preload`)."""
+        key = (mode, kind, dtype, ticket, tile)
+        found = self._launches.get(key)
+        if found is None:
+            b = self.bundles
+            number = self.MODES[mode]
+            encoding = ENCODINGS.get(b.encoding)
+            if number == MXFP8 and encoding != BLOCK_SCALES:
+                raise ValueError(f"only fp8_ue8m0 rows are MXFP8 operands; these are {b.encoding}")
+            if encoding is None:
+                if number != PACKED:
+                    raise ValueError(f"rows of encoding {b.encoding} are gathered as packed bytes only")
+                encoding = NO_SCALE
+            if number == ROWS and encoding == NO_SCALE:
+                dtype = torch.uint8
+            word = torch.int32 if kind == SLOTS else torch.int64
+            words = [word, dtype, torch.uint8, torch.int32, torch.int64, torch.int64, 1 << 40, 1 << 40, 1, 1, 1.0]
+            found = Launch(gather_kernel, words, {
+                "HEADS": b.packed_heads, "ORDERS": b.orders, "COLUMNS": b.columns, "DIM": b.dim, "CODE_BYTES": b.code_bytes,
+                "SCALE_BYTES": b.scale_bytes, "STRIDE": b.stride, "KIND": kind, "MODE": number, "ENCODING": encoding,
+                "TICKET": ticket, "CODE_P2": next_power_of_two(b.code_bytes),
+                "SCALE_P2": next_power_of_two(max(1, b.scale_bytes)), "BLOCK": tile.rows}, warps=tile.warps)
+            self._launches[key] = found
+        return found
+
+    def _checked(self, source: torch.Tensor, out: torch.Tensor, mode: str, scales: torch.Tensor | None,
+                 counter: torch.Tensor | None, done: torch.Tensor | None) -> int:
+        b = self.bundles
+        tokens = source.shape[0]
+        if source.shape != (tokens, b.orders) or source.dtype not in (torch.int64, torch.int32) or not source.is_contiguous():
+            raise ValueError(f"the bundles' addresses must be contiguous int64 (or slots int32) [T, {b.orders}]; found "
+                             f"{source.dtype} {tuple(source.shape)}")
+        wanted, dtypes = {"rows": ((tokens, b.columns, b.dim), (torch.bfloat16, torch.float32)),
+                          "packed": ((tokens, b.columns, b.row_bytes), (torch.uint8,)),
+                          "mxfp8": ((tokens, b.columns * b.dim), (torch.uint8,))}[mode]
+        if tuple(out.shape) != wanted or out.dtype not in dtypes or not out.is_contiguous() or not aligned(out):
+            raise ValueError(f"out must be contiguous, 16-byte aligned {dtypes[0]} {wanted}; found {out.dtype} "
+                             f"{tuple(out.shape)}")
+        if mode == "mxfp8" and (scales is None or tuple(scales.shape) != (tokens, b.columns * b.scale_bytes)
+                                or scales.dtype != torch.uint8 or not scales.is_contiguous() or not aligned(scales)):
+            raise ValueError(f"mode mxfp8 needs scales: contiguous, 16-byte aligned uint8 "
+                             f"[{tokens}, {b.columns * b.scale_bytes}]")
+        if (done is None) != (counter is None) or (done is not None and done.dtype != torch.int64):
+            raise ValueError("the word `done` (int64) needs a `counter` (int32 on the device), and a counter a word")
+        if tokens * b.columns * max(b.dim, b.row_bytes) >= 1 << 40 or tokens * b.columns >= 1 << 31:
+            raise ValueError(f"{tokens} tokens are too many for one gather; split the call")
+        return tokens
+
+
+_mark: dict[int, Launch] = {}
+
+
+def mark_done(done: torch.Tensor, ticket: int | torch.Tensor) -> None:
+    """Store `ticket` into the pinned int64 word `done` behind everything on the current stream."""
+    mode = 2 if isinstance(ticket, torch.Tensor) else 1
+    launch = mark_launch(mode)
+    if isinstance(ticket, torch.Tensor):
+        launch(1, done, ticket, 0)
+    else:
+        launch(1, done, done, ticket)
+
+
+def mark_launch(mode: int) -> Launch:
+    """The compiled `mark_done` (1: the ticket is a number; 2: a word)."""
+    if mode not in _mark:
+        _mark[mode] = Launch(mark_kernel, [torch.int64, torch.int64, 1], {"TICKET": mode}, warps=1)
+    return _mark[mode]

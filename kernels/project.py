@@ -1,0 +1,299 @@
+"""The key/value projection (spec A8): `wkv` straight from its stored e4m3 codes and ue8m0 32 x 32 block scales.
+
+    out[t, n] = bf16( sum over k of x[t, k] * w[n, k] ),   w[n, k] = e4m3(code[n, k]) * 2^(scale[n // 32, k // 32] - 127)
+
+For few tokens this is one pass over the weights (157 MB), so everything else must hide behind that read:
+
+    codes_kernel   x as stored codes and scales (which is lossless: spec A8), read from a gather's "mxfp8" output or from the
+                   bundles themselves. e4m3 is exact in float16, so a block of 32 is one float16 product, and the two block
+                   scales meet in its float32 result. Each warp does its own blocks of k: tiles are [blocks, n, 32].
+    rows_kernel    x as bfloat16 rows; the weights are scaled into bfloat16 (exactly) on their way to the tensor cores.
+                   Work per weight does not grow with the tokens: better from about 32 up.
+
+Sums are float32. It knows nothing of caches, and of bundles only their layout. Invariant: every weight byte is read once per
+BLOCK_T tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ssdgram.kernels.gather import Bundles, scale_value
+from ssdgram.kernels.launch import Launch, aligned, next_power_of_two
+
+BLOCK = 32                                                   # values per scale, of weights and of activations
+CODES, ADDRESSES = 0, 1
+FLOATS = (torch.bfloat16, torch.float32)                     # float32 rows or results: for tests
+
+
+@triton.jit
+def finish(r, out, partial, locks, n, t, tokens, N: tl.constexpr, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store r float32 [n, t]; of SPLIT programs that share a tile the last one adds the parts in order and stores."""
+    live = (t < tokens)[None, :] & (n < N)[:, None]
+    place = t.to(tl.int64)[None, :] * N + n[:, None]
+    if SPLIT == 1:
+        tl.store(out + place, r.to(out.dtype.element_ty), mask=live)
+    else:
+        size = tokens.to(tl.int64) * N
+        tl.store(partial + tl.program_id(1) * size + place, r, mask=live)
+        tl.debug_barrier()
+        lock = locks + tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+        before = tl.atomic_add(lock, 1, sem="acq_rel", scope="gpu")
+        if before == SPLIT - 1:
+            tl.debug_barrier()
+            total = tl.zeros_like(r)
+            for part in tl.static_range(SPLIT):
+                total += tl.load(partial + part * size + place, mask=live, other=0.0, cache_modifier=".cg")
+            tl.store(out + place, total.to(out.dtype.element_ty), mask=live)
+            tl.atomic_xchg(lock, 0, sem="relaxed", scope="gpu")
+
+
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["addresses"])
+def codes_kernel(weight, weight_scales, codes, code_scales, addresses, out, partial, locks, tokens: tl.int32,  # type: ignore[no-untyped-def]
+                 N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_T: tl.constexpr,
+                 SPLIT: tl.constexpr, EVEN: tl.constexpr, SOURCE: tl.constexpr, HEADS: tl.constexpr, ORDERS: tl.constexpr,
+                 DIM: tl.constexpr):
+    """Rows program_id(0) * BLOCK_N .. of the weight, part program_id(1) of k, tokens program_id(2) * BLOCK_T .."""
+    KB: tl.constexpr = K // 32
+    PART: tl.constexpr = (KB + SPLIT * BLOCKS - 1) // (SPLIT * BLOCKS) * BLOCKS
+    n0 = tl.program_id(0) * BLOCK_N
+    n = n0 + tl.arange(0, BLOCK_N)
+    t = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
+    block = tl.arange(0, BLOCKS)
+    lane = tl.arange(0, 32)
+    group = n0 // 32 + tl.arange(0, BLOCK_N // 32)           # scale rows
+    live = t < tokens
+    w_at = weight + block[:, None, None] * 32 + n[None, :, None] * K + lane[None, None, :]
+    s_at = weight_scales + group[None, :] * KB + block[:, None]
+    first = tl.program_id(1) * PART
+    last = tl.minimum(first + PART, KB)
+    rows_there = (group < (N + 31) // 32)[None, :]
+    if SOURCE == 0:
+        x_at = codes + block[:, None, None] * 32 + (t * K)[None, :, None] + lane[None, None, :]
+        xs_at = code_scales + block[:, None] + (t * KB)[None, :]
+        xs_next = tl.load(xs_at + first, mask=live[None, :] & (first + block < KB)[:, None], other=0)
+    else:
+        # one row (a head of a bundle) is DIM / 32 blocks: a step lies in one row; addresses of all orders stay at hand
+        base0 = tl.load(addresses + t * ORDERS, mask=live, other=0)
+        base1 = tl.load(addresses + t * ORDERS + 1 % ORDERS, mask=live, other=0)
+        base2 = tl.load(addresses + t * ORDERS + 2 % ORDERS, mask=live, other=0)
+        base3 = tl.load(addresses + t * ORDERS + 3 % ORDERS, mask=live, other=0)
+    s_next = tl.load(s_at + first, mask=rows_there & (first + block < KB)[:, None], other=127)
+    acc = tl.zeros([BLOCKS, BLOCK_N, BLOCK_T], tl.float32)
+    for k in range(first, last, BLOCKS):
+        ahead = (k + BLOCKS + block < last)[:, None]
+        if EVEN:
+            w = tl.load(w_at + k * 32)
+        else:
+            w = tl.load(w_at + k * 32, mask=(n < N)[None, :, None] & (k + block < KB)[:, None, None], other=0)
+        if SOURCE == 0:
+            if EVEN:
+                x = tl.load(x_at + k * 32, mask=live[None, :, None], other=0)
+            else:
+                x = tl.load(x_at + k * 32, mask=live[None, :, None] & (k + block < KB)[:, None, None], other=0)
+            xs = scale_value(xs_next)
+            xs_next = tl.load(xs_at + (k + BLOCKS), mask=live[None, :] & ahead, other=0)
+        else:
+            column = k * 32 // DIM
+            order = 0
+            head = column
+            heads = HEADS & 255
+            start = HEADS & 255
+            for o in tl.static_range(1, ORDERS):
+                behind = column >= start
+                order = tl.where(behind, o, order)
+                head = tl.where(behind, column - start, head)
+                heads = tl.where(behind, (HEADS >> (8 * o)) & 255, heads)
+                start += (HEADS >> (8 * o)) & 255
+            base = tl.where(order == 0, base0, tl.where(order == 1, base1, tl.where(order == 2, base2, base3)))
+            there = base != 0
+            bundle = tl.multiple_of(base.to(tl.pointer_type(tl.uint8)), 64)
+            inner = k % (DIM // 32) + block
+            x = tl.load((bundle + head * DIM)[None, :, None] + (inner * 32)[:, None, None] + lane[None, None, :],
+                        mask=there[None, :, None], other=0)
+            xs = scale_value(tl.load((bundle + heads * DIM + head * (DIM // 32))[None, :] + inner[:, None],
+                                     mask=there[None, :], other=0))
+        s = scale_value(s_next)
+        s_next = tl.load(s_at + (k + BLOCKS), mask=rows_there & ahead, other=127)
+        s = tl.reshape(tl.broadcast_to(s[:, :, None], [BLOCKS, BLOCK_N // 32, 32]), [BLOCKS, BLOCK_N])
+        product = tl.dot(w.to(tl.float8e4nv, bitcast=True).to(tl.float16),
+                         tl.permute(x, (0, 2, 1)).to(tl.float8e4nv, bitcast=True).to(tl.float16))
+        acc += product * (s[:, :, None] * xs[:, None, :])
+    finish(tl.sum(acc, 0), out, partial, locks, n, t, tokens, N, SPLIT)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def rows_kernel(weight, weight_scales, rows, out, partial, locks, tokens: tl.int32,  # type: ignore[no-untyped-def]
+                N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_T: tl.constexpr,
+                SPLIT: tl.constexpr, EVEN: tl.constexpr):
+    """As codes_kernel, with BLOCK_K = 32 * BLOCKS values of k a step."""
+    KB: tl.constexpr = K // 32
+    PART: tl.constexpr = (KB + SPLIT * BLOCKS - 1) // (SPLIT * BLOCKS) * BLOCKS
+    BLOCK_K: tl.constexpr = BLOCKS * 32
+    n0 = tl.program_id(0) * BLOCK_N
+    n = n0 + tl.arange(0, BLOCK_N)
+    t = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
+    inner = tl.arange(0, BLOCK_K)
+    block = tl.arange(0, BLOCKS)
+    group = n0 // 32 + tl.arange(0, BLOCK_N // 32)
+    live = t < tokens
+    rows_there = (group < (N + 31) // 32)[:, None]
+    w_at = weight + n[:, None] * K + inner[None, :]
+    x_at = rows + (t * K)[None, :] + inner[:, None]
+    s_at = weight_scales + group[:, None] * KB + block[None, :]
+    first = tl.program_id(1) * PART
+    last = tl.minimum(first + PART, KB)
+    s_next = tl.load(s_at + first, mask=rows_there & (first + block < KB)[None, :], other=127)
+    acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    for k in range(first, last, BLOCKS):
+        if EVEN:
+            w = tl.load(w_at + k * 32)
+            x = tl.load(x_at + k * 32, mask=live[None, :], other=0.0)
+        else:
+            w = tl.load(w_at + k * 32, mask=(n < N)[:, None] & (k * 32 + inner < K)[None, :], other=0)
+            x = tl.load(x_at + k * 32, mask=live[None, :] & (k * 32 + inner < K)[:, None], other=0.0)
+        s = scale_value(s_next)
+        s_next = tl.load(s_at + (k + BLOCKS), mask=rows_there & (k + BLOCKS + block < last)[None, :], other=127)
+        s = tl.reshape(tl.broadcast_to(s[:, None, :, None], [BLOCK_N // 32, 32, BLOCKS, 32]), [BLOCK_N, BLOCK_K])
+        scaled = (w.to(tl.float8e4nv, bitcast=True).to(tl.float32) * s).to(rows.dtype.element_ty)
+        acc = tl.dot(scaled, x, acc)
+    finish(acc, out, partial, locks, n, t, tokens, N, SPLIT)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the work is cut. kind: "codes" or "rows"; blocks: of 32 values of k per step; split: programs along k."""
+
+    kind: str
+    block_n: int
+    blocks: int
+    block_t: int
+    warps: int
+    stages: int
+    split: int = 1
+
+
+# Measured choices: the first entry whose token count is not below T. bench/gpu.py --tune tries CUT_CHOICES.
+CUTS: tuple[tuple[int, Cut], ...] = (
+    (16, Cut("codes", 64, 4, 16, 4, 4)),
+    (32, Cut("codes", 64, 4, 32, 4, 4)),
+    (1 << 31, Cut("rows", 128, 4, 64, 8, 3)),
+)
+CUT_CHOICES: tuple[Cut, ...] = (
+    Cut("codes", 64, 4, 16, 4, 3), Cut("codes", 64, 4, 16, 4, 4), Cut("codes", 64, 4, 16, 4, 5), Cut("codes", 64, 4, 16, 4, 6),
+    Cut("codes", 64, 8, 16, 4, 3), Cut("codes", 64, 8, 16, 4, 4), Cut("codes", 64, 8, 16, 8, 3), Cut("codes", 64, 8, 16, 8, 4),
+    Cut("codes", 32, 8, 16, 4, 4), Cut("codes", 32, 8, 16, 8, 4), Cut("codes", 32, 4, 16, 4, 6), Cut("codes", 128, 4, 16, 4, 3),
+    Cut("codes", 128, 8, 16, 8, 3), Cut("codes", 64, 4, 16, 4, 4, 2), Cut("codes", 64, 8, 16, 8, 3, 2),
+    Cut("codes", 128, 8, 16, 8, 3, 2), Cut("codes", 64, 16, 16, 8, 3), Cut("codes", 32, 16, 16, 8, 3),
+    Cut("codes", 64, 4, 32, 4, 4), Cut("codes", 64, 8, 32, 8, 3), Cut("codes", 32, 8, 32, 8, 4), Cut("codes", 32, 8, 64, 8, 3),
+    Cut("rows", 64, 4, 16, 4, 4), Cut("rows", 64, 8, 16, 4, 3), Cut("rows", 128, 4, 16, 8, 3), Cut("rows", 128, 4, 16, 4, 4),
+    Cut("rows", 64, 4, 32, 4, 4), Cut("rows", 128, 4, 32, 8, 3),
+    Cut("rows", 64, 4, 64, 4, 3), Cut("rows", 64, 4, 64, 4, 4), Cut("rows", 64, 2, 64, 4, 4), Cut("rows", 128, 4, 64, 8, 3),
+    Cut("rows", 128, 4, 64, 4, 3), Cut("rows", 128, 2, 64, 8, 4), Cut("rows", 128, 2, 64, 4, 4), Cut("rows", 128, 4, 64, 8, 3, 2),
+    Cut("rows", 128, 4, 64, 8, 3, 3), Cut("rows", 128, 4, 64, 8, 4, 2), Cut("rows", 256, 2, 64, 8, 3, 2),
+    Cut("rows", 64, 4, 64, 4, 3, 2),
+)
+
+
+class Projection:
+    """One layer's `wkv`. weight: e4m3 codes uint8 (or float8_e4m3fn) [N, K]; scales: ue8m0 bytes [ceil(N / 32), K / 32].
+    Three ways in: `codes`, `rows`, and `bundles` (the gather fused; for bundles in HBM only: every program reads all of them).
+    """
+
+    def __init__(self, weight: torch.Tensor, scales: torch.Tensor) -> None:
+        self.weight, self.scales = weight.view(torch.uint8), scales.view(torch.uint8)
+        self.n, self.k = self.weight.shape
+        if self.k % BLOCK or tuple(self.scales.shape) != (-(-self.n // BLOCK), self.k // BLOCK):
+            raise ValueError(f"a weight [N, K] needs K in blocks of {BLOCK} and scales [ceil(N / {BLOCK}), K / {BLOCK}]; found "
+                             f"{tuple(self.weight.shape)} and {tuple(self.scales.shape)}")
+        if not (self.weight.is_contiguous() and self.scales.is_contiguous() and aligned(self.weight) and aligned(self.scales)):
+            raise ValueError("weight and scales must be contiguous and 16-byte aligned")
+        self._launches: dict[tuple[Cut, Bundles | None, torch.dtype, torch.dtype], Launch] = {}
+        self._shared: dict[tuple[Cut, int], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def codes(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, *, cut: Cut | None = None) -> torch.Tensor:
+        """codes uint8 [T, K], scales uint8 [T, K / 32] (a gather's "mxfp8" output) -> out bfloat16 [T, N]; returns out."""
+        tokens = codes.shape[0]
+        self._check("codes", codes, torch.uint8, (tokens, self.k))
+        self._check("scales", scales, torch.uint8, (tokens, self.k // BLOCK))
+        self._check("out", out, FLOATS, (tokens, self.n))
+        cut = cut or cut_for(tokens, "codes")
+        self._run(self.launch(cut, out=out.dtype), cut, tokens, out, (codes, scales, codes))
+        return out
+
+    def rows(self, rows: torch.Tensor, out: torch.Tensor, *, cut: Cut | None = None) -> torch.Tensor:
+        """rows bfloat16 [T, K] (or [T, columns, dim]) -> out bfloat16 [T, N]; returns out."""
+        tokens = rows.shape[0]
+        rows = rows.reshape(tokens, self.k)
+        self._check("rows", rows, FLOATS, (tokens, self.k))
+        self._check("out", out, FLOATS, (tokens, self.n))
+        cut = cut or cut_for(tokens, "rows")
+        self._run(self.launch(cut, out=out.dtype, rows=rows.dtype), cut, tokens, out, (rows,))
+        return out
+
+    def bundles(self, addresses: torch.Tensor, out: torch.Tensor, bundles: Bundles, *, cut: Cut | None = None) -> torch.Tensor:
+        """addresses int64 [T, orders] of whole bundles (0: a zero row), read inside the projection -> out bfloat16 [T, N]."""
+        tokens = addresses.shape[0]
+        if bundles.encoding != "fp8_ue8m0" or bundles.columns * bundles.dim != self.k or not 1 <= bundles.orders <= 4:
+            raise ValueError(f"the fused gather takes 1 to 4 orders of fp8_ue8m0 rows that make up {self.k} values; found "
+                             f"{bundles.orders} orders, {bundles.columns} rows of {bundles.dim} ({bundles.encoding})")
+        self._check("out", out, FLOATS, (tokens, self.n))
+        self._check("addresses", addresses, torch.int64, (tokens, bundles.orders))
+        cut = cut or cut_for(tokens, "codes")
+        if (bundles.dim // BLOCK) % cut.blocks:
+            raise ValueError(f"a step of {cut.blocks} blocks does not divide a row of {bundles.dim // BLOCK}")
+        self._run(self.launch(cut, bundles, out=out.dtype), cut, tokens, out, (self.weight, self.scales, addresses))
+        return out
+
+    def launch(self, cut: Cut, bundles: Bundles | None = None, *, out: torch.dtype = torch.bfloat16,
+               rows: torch.dtype = torch.bfloat16) -> Launch:
+        """The compiled variant."""
+        key = (cut, bundles, out, rows)
+        if key not in self._launches:
+            blocks = self.k // BLOCK
+            constants = {"N": self.n, "K": self.k, "BLOCK_N": cut.block_n, "BLOCKS": cut.blocks, "BLOCK_T": cut.block_t,
+                         "SPLIT": cut.split,
+                         "EVEN": self.n % cut.block_n == 0 and blocks % (cut.split * cut.blocks) == 0}
+            ends = [out, torch.float32, torch.int32, 1]
+            if cut.kind == "codes":
+                heads, orders, dim = (0, 1, BLOCK) if bundles is None else (bundles.packed_heads, bundles.orders, bundles.dim)
+                constants |= {"SOURCE": CODES if bundles is None else ADDRESSES, "HEADS": heads, "ORDERS": orders, "DIM": dim}
+                words = [torch.uint8] * 4 + [torch.uint8 if bundles is None else torch.int64, *ends]
+                self._launches[key] = Launch(codes_kernel, words, constants, warps=cut.warps, stages=cut.stages)
+            else:
+                words = [torch.uint8] * 2 + [rows, *ends]
+                self._launches[key] = Launch(rows_kernel, words, constants, warps=cut.warps, stages=cut.stages)
+        return self._launches[key]
+
+    def _run(self, launch: Launch, cut: Cut, tokens: int, out: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> None:
+        if tokens == 0:
+            return
+        grid = (-(-self.n // cut.block_n), cut.split, -(-tokens // cut.block_t))
+        partial, locks = self._parts(cut, tokens, grid) if cut.split > 1 else (out, out)
+        launch(grid, self.weight, self.scales, *inputs, out, partial, locks, tokens)
+
+    def _parts(self, cut: Cut, tokens: int, grid: tuple[int, int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scratch of a split cut: made once, so that one stream at a time may use it (and a graph may capture it)."""
+        key = (cut, next_power_of_two(tokens))
+        if key not in self._shared:
+            self._shared[key] = (torch.empty(cut.split * key[1] * self.n, dtype=torch.float32, device=self.weight.device),
+                                 torch.zeros(grid[0] * -(-key[1] // cut.block_t), dtype=torch.int32, device=self.weight.device))
+        return self._shared[key]
+
+    @staticmethod
+    def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype | tuple[torch.dtype, ...], shape: tuple[int, ...]) -> None:
+        dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
+        if tensor.dtype not in dtypes or tuple(tensor.shape) != shape or not tensor.is_contiguous() or not (
+                aligned(tensor) or tensor.dtype == torch.int64):
+            raise ValueError(f"{name} must be contiguous, 16-byte aligned {dtypes[0]} {shape}; found {tensor.dtype} "
+                             f"{tuple(tensor.shape)}")
+
+
+def cut_for(tokens: int, kind: str) -> Cut:
+    """The cut of CUTS for that many tokens, of the kind that the operand allows."""
+    fitting = [cut for limit, cut in CUTS if cut.kind == kind and tokens <= limit]
+    return fitting[0] if fitting else [cut for _, cut in CUTS if cut.kind == kind][-1]

@@ -1,0 +1,145 @@
+"""project: golden vectors, random operands against float64, edges (short blocks, split k, absent bundles), fused gather."""
+
+import numpy as np
+import pytest
+import torch
+from where import BF16, DEVICE, INTERPRETED, from_bits, golden, put, slab
+
+from ssdgram.kernels.gather import Bundles, Gather
+from ssdgram.kernels.project import CUT_CHOICES, Cut, Projection
+
+GOLDEN = golden("wkv_mxfp8_small.npz")
+E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double().nan_to_num(nan=0.0).numpy()
+CODES = (Cut("codes", 64, 4, 16, 4, 3), Cut("codes", 32, 2, 16, 4, 3), Cut("codes", 64, 2, 32, 4, 3, 3),
+         Cut("codes", 128, 4, 16, 4, 2, 2))
+ROWS = (Cut("rows", 64, 2, 16, 4, 3), Cut("rows", 128, 4, 16, 8, 3), Cut("rows", 64, 2, 64, 4, 3, 2))
+
+
+def values(codes, scales, rows_too=False):
+    """float64 of codes and scales; rows_too: a scale per 32 rows as well."""
+    scales = np.repeat(np.repeat(scales, 32, 0)[:len(codes)] if rows_too else scales, 32, -1)
+    return E4M3[codes] * np.exp2(scales.astype(float) - 127)
+
+
+def close(found, exact, terms):
+    """Within float32 summation error of the terms' size, and (a rounded result) one bf16 ulp."""
+    found = found.double().cpu().numpy()
+    bound = 1e-5 * terms
+    if not INTERPRETED:
+        bound = bound + np.abs(exact) * 2.0**-8
+    assert (np.abs(found - exact) <= bound).all()
+
+
+@pytest.mark.parametrize("cut", CODES)
+@pytest.mark.parametrize("kind", ("table", "general"))
+def test_golden_codes(cut, kind):
+    projection = Projection(put(GOLDEN["wkv_weight_e4m3"]), put(GOLDEN["wkv_scale_e8m0"]))
+    codes, scales = GOLDEN[f"{kind}/act_codes_reference"], GOLDEN[f"{kind}/act_scales_reference"]
+    out = torch.full((len(codes), 320), 7.0, dtype=BF16, device=DEVICE)
+    projection.codes(put(codes), put(scales), out, cut=cut)
+    terms = np.abs(values(codes, scales)) @ np.abs(values(GOLDEN["wkv_weight_e4m3"], GOLDEN["wkv_scale_e8m0"], True)).T
+    close(out, GOLDEN[f"{kind}/kv_f64"], terms)
+
+
+@pytest.mark.parametrize("cut", ROWS)
+def test_golden_rows(cut):
+    projection = Projection(put(GOLDEN["wkv_weight_e4m3"]), put(GOLDEN["wkv_scale_e8m0"]))
+    rows = from_bits(GOLDEN["table/act_bf16"]).to(BF16)      # the interpreter multiplies bf16 by its bits
+    out = torch.full((len(rows), 320), 7.0, dtype=BF16, device=DEVICE)
+    projection.rows(rows, out, cut=cut)
+    weight = np.abs(values(GOLDEN["wkv_weight_e4m3"], GOLDEN["wkv_scale_e8m0"], True))
+    close(out, GOLDEN["table/kv_f64"], np.abs(rows.double().cpu().numpy()) @ weight.T)
+
+
+def operands(tokens, n, k, seed=0):
+    """Random weight and activations; scales of both spread over 2^-12 .. 2^3."""
+    generator = np.random.default_rng(seed)
+    weight = generator.integers(0, 256, (n, k)).astype(np.uint8)
+    weight[(weight & 0x7F) == 0x7F] = 0
+    codes = generator.integers(0, 256, (tokens, k)).astype(np.uint8)
+    codes[(codes & 0x7F) == 0x7F] = 0
+    return (weight, generator.integers(115, 131, (-(-n // 32), k // 32)).astype(np.uint8),
+            codes, generator.integers(115, 131, (tokens, k // 32)).astype(np.uint8))
+
+
+@pytest.mark.parametrize("cut", CODES + ROWS)
+@pytest.mark.parametrize("tokens,n,k", ((1, 64, 128), (19, 200, 288), (3, 40, 32)))
+def test_any_size_against_float64(cut, tokens, n, k):
+    weight, weight_scales, codes, scales = operands(tokens, n, k)
+    projection = Projection(put(weight), put(weight_scales))
+    out = torch.full((tokens, n), 7.0, dtype=BF16, device=DEVICE)
+    if cut.kind == "codes":
+        projection.codes(put(codes), put(scales), out, cut=cut)
+        x = values(codes, scales)
+    else:
+        rows = torch.from_numpy(values(codes, scales)).to(BF16).to(DEVICE)
+        projection.rows(rows, out, cut=cut)
+        x = rows.double().cpu().numpy()
+    w = values(weight, weight_scales, True)
+    close(out, x @ w.T, np.abs(x) @ np.abs(w).T)
+
+
+@pytest.mark.parametrize("heads,cut", (((2, 2), CODES[0]), ((1, 1, 2), CODES[1]), ((4,), CODES[2])))
+def test_fused_gather_equals_gather_and_projection(heads, cut):
+    bundles = Bundles(heads, 128, 128, 4, 576)
+    weight, weight_scales, _, _ = operands(1, 96, 512)
+    hbm = slab(10, bundles.stride, DEVICE)
+    hbm[:] = hbm & 0x77 | 0x40                               # as codes no NaN, as scales 2^-63 .. 2^-8
+    index = torch.randint(0, 10, (5, len(heads)), device=DEVICE)
+    addresses = hbm.data_ptr() + index * bundles.stride
+    addresses[3, 0] = 0
+    projection = Projection(put(weight), put(weight_scales))
+    codes = torch.empty(5, 512, dtype=torch.uint8, device=DEVICE)
+    scales = torch.empty(5, 16, dtype=torch.uint8, device=DEVICE)
+    Gather(bundles)(addresses, codes, mode="mxfp8", scales=scales)
+    out = torch.empty(2, 5, 96, dtype=BF16, device=DEVICE)
+    projection.codes(codes, scales, out[0], cut=cut)
+    projection.bundles(addresses, out[1], bundles, cut=cut)
+    assert torch.equal(out[0], out[1])
+    assert out.isfinite().all()
+
+
+def test_extreme_scales_and_nan():
+    weight, weight_scales, codes, scales = operands(4, 64, 64)
+    scales[:] = [[0, 127], [255, 127], [254, 100], [127, 127]]
+    codes[:, :32] &= 0x8F                                    # small values, so that 2^127 does not overflow
+    weight_scales[:] = 120
+    out = torch.empty(4, 64, dtype=BF16, device=DEVICE)
+    Projection(put(weight), put(weight_scales)).codes(put(codes), put(scales), out, cut=CODES[1])
+    assert out[1].isnan().all()
+    assert out[[0, 3]].isfinite().all()
+    x, w = values(codes, scales), values(weight, weight_scales, True)
+    close(out[[0, 3]], (x @ w.T)[[0, 3]], (np.abs(x) @ np.abs(w).T)[[0, 3]])
+
+
+def test_what_does_not_fit_is_refused():
+    weight, weight_scales, codes, scales = operands(2, 64, 128)
+    projection = Projection(put(weight), put(weight_scales))
+    with pytest.raises(ValueError, match="blocks of 32"):
+        Projection(put(weight[:, :100]), put(weight_scales))
+    with pytest.raises(ValueError, match="codes must"):
+        projection.codes(put(codes[:, :64]), put(scales), torch.empty(2, 64, dtype=BF16, device=DEVICE))
+    with pytest.raises(ValueError, match="orders"):
+        projection.bundles(put(np.zeros((2, 1), np.int64)), torch.empty(2, 64, dtype=BF16, device=DEVICE), Bundles((8,)))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the real size: GPU only")
+@pytest.mark.parametrize("tokens", (1, 5, 16, 17, 32, 33, 64, 100))
+def test_the_real_size_with_every_cut(tokens):
+    weight, weight_scales, codes, scales = operands(tokens, 25600, 6144)
+    projection = Projection(put(weight), put(weight_scales))
+    x, w = put(values(codes, scales)), put(values(weight, weight_scales, True))
+    exact, terms = x @ w.T, x.abs() @ w.abs().T
+    rows = x.to(torch.bfloat16)
+    assert torch.equal(rows.double(), x)
+    for cut in CUT_CHOICES:
+        if cut.block_t < min(tokens, 64):
+            continue
+        for repeat in range(2):
+            out = torch.full((tokens, 25600), 7.0, dtype=torch.bfloat16, device=DEVICE)
+            if cut.kind == "codes":
+                projection.codes(put(codes), put(scales), out, cut=cut)
+            else:
+                projection.rows(rows, out, cut=cut)
+            wrong = (out.double() - exact).abs() > 1e-5 * terms + exact.abs() * 2.0**-8
+            assert not wrong.any(), (cut, repeat, int(wrong.sum()))
