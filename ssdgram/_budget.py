@@ -52,6 +52,7 @@ class Shape:
     readers: int
     depth: int
     batches: int
+    hbm_slots: int = 0
 
     @property
     def groups(self) -> int:
@@ -103,6 +104,10 @@ def _specs(shape: Shape, slots: int, sets: int, pages: int, depth: int) -> tuple
         ("batch_words", np.int32, (shape.batches * p.batch_line(shape.layers),)),
         ("active", np.int32, (shape.batches,)),
         ("gpu_words", np.int64, (shape.batches * shape.layers,)),
+        ("hbm", p.HBM_SLOT, (shape.hbm_slots,)),
+        ("wants", np.int32, (p.COPIES if shape.hbm_slots else 0,)),
+        ("copies", np.int32, (2 * p.COPIES if shape.hbm_slots else 0,)),
+        ("copy_word", np.int64, (8,)),
         ("slots", p.SLOT, (slots,)),
         ("directory", directory.SET, (sets,)),
         ("sketch", sketch.BLOCK, (sets,)),

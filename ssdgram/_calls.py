@@ -39,13 +39,14 @@ def free_row(batch_words, line, start):  # type: ignore[no-untyped-def]
 
 
 @compiled_lean
-def submit(requests, plan_control, control, words, batches, batch_words, line, row, ticket, tokens, flags, slots, held, flat,
-           positions, window, priority):  # type: ignore[no-untyped-def]
+def submit(requests, plan_control, control, words, batches, batch_layers, batch_words, line, row, ticket, tokens, flags, flag,
+           slots, held, flat, positions, window, priority):  # type: ignore[no-untyped-def]
     """Fill a FREE row and hand it to the planner. Addresses as int64; the arrays behind them live until the row is FREE again."""
     batch = batches[row]
     batch.ticket = ticket
     batch.tokens = tokens
     batch.flags = flags
+    batch.flag = flag
     batch.slots = slots
     batch.held = held
     batch.flat = flat
@@ -53,7 +54,10 @@ def submit(requests, plan_control, control, words, batches, batch_words, line, r
     batch.window = window
     batch.priority = priority
     batch.released = 0
-    batch.words = 0
+    layers = batch_layers.shape[0] // batches.shape[0]
+    for layer in range(row * layers, (row + 1) * layers):
+        batch_layers[layer].word = 0
+        batch_layers[layer].expected = 0
     batch.taken_ns = batch.planned_ns = batch.published_ns = batch.busy_ns = 0
     batch.probes = batch.misses = batch.joined = batch.reads = 0
     batch.submitted_ns = now_ns()
@@ -64,9 +68,8 @@ def submit(requests, plan_control, control, words, batches, batch_words, line, r
 
 
 @compiled_lean
-def hand_back(requests, plan_control, control, words, batches, row, gpu_layers):  # type: ignore[no-untyped-def]
-    """Release a batch. `gpu_layers`: bit l says that a gather of layer l was launched, whose word the planner awaits."""
-    batches[row].words = gpu_layers
+def hand_back(requests, plan_control, control, words, row):  # type: ignore[no-untyped-def]
+    """Release a batch. The words of the gathers that were launched for it stand in its LAYER records by now."""
     push_request(requests, plan_control, control, words, np.int32(row * 2 + RELEASE))
 
 

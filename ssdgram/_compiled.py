@@ -238,6 +238,16 @@ def atomic_load(typingctx, array, index):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
+def atomic_load_at(typingctx, address):  # type: ignore[no-untyped-def]
+    """The int64 at an address (8-aligned) with acquire order."""
+
+    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        return builder.load_atomic(builder.inttoptr(arguments[0], _i64.as_pointer()), "acquire", 8)
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
 def atomic_store(typingctx, array, index, value):  # type: ignore[no-untyped-def]
     """array[index] = value with release order."""
 

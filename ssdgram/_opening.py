@@ -29,6 +29,9 @@ from ssdgram.layout.manifest import Manifest
 from ssdgram.layout.page import PAGE_BYTES, describe, page_fault, signed
 
 
+HOT = 3                                                      # accesses in the sketch that make a bundle wanted in HBM
+
+
 @dataclass(frozen=True)
 class Selection:
     """What of a store is served: layers and columns, in the store's order. `heads[order]`: served columns of that order."""
@@ -148,7 +151,8 @@ def lay_out(arena: Arena, sizes: Sizes, shape: Shape) -> tuple[State, Plan]:
                   background_ring=a["background_ring"], done_ring=a["done_ring"], pages=a["pages"], targets=a["targets"],
                   files=a["files"], claims=a["claims"], staging=a["staging"], slab=a["slab"])
     plan = Plan(control=a["plan_control"], params=a["plan_params"], stats=a["stats"], requests=a["requests"], batches=a["batches"],
-                layers=a["layers"], words=a["batch_words"], active=a["active"], gpu_words=a["gpu_words"], slots=a["slots"],
+                layers=a["layers"], words=a["batch_words"], active=a["active"], hbm=a["hbm"], wants=a["wants"],
+                copies=a["copies"], copy_word=a["copy_word"], slots=a["slots"],
                 directory=a["directory"], sketch=a["sketch"], overflow=a["overflow"], buckets=a["buckets"], building=a["building"],
                 groups=a["groups"], group_index=a["group_index"], multipliers=a["multipliers"], token_map=a["token_map"],
                 keys=a["keys"], found=a["found"], sets=a["sets"])
@@ -179,10 +183,12 @@ def fill(state: State, plan: Plan, *, manifest: Manifest, selection: Selection, 
                         (p.PP_TARGETS, len(state.targets)), (p.PP_BUCKETS, len(plan.buckets)), (p.PP_RULE, geometry.rule),
                         (p.PP_FILL, geometry.fill(token_map)), (p.PP_RANK, owner[0]), (p.PP_WORLD, owner[1]),
                         (p.PP_REQUESTS, len(plan.requests)), (p.PP_SPIN_NS, spin_ns), (p.PP_DEGRADED_NS, degraded_ns),
-                        (p.PP_STEP_PAGES, max(sizes.pages // 4, shape.heads)), (p.PP_BATCH_LINE, p.batch_line(shape.layers))):
+                        (p.PP_STEP_PAGES, max(sizes.pages // 4, shape.heads)), (p.PP_BATCH_LINE, p.batch_line(shape.layers)),
+                        (p.PP_VOCABULARY, geometry.vocabulary(token_map)), (p.PP_HOT, HOT)):
         plan.params[name] = value
     plan.control[p.C_QUEUES:p.C_QUEUES + 4] = -1
     _slots.free_all(plan.control, plan.slots)
+    _slots.free_hbm_slots(plan.control, plan.hbm)
     _pages.free_all(plan.control, state.pages, state.targets, plan.buckets)
     _slots.directory_init(plan.directory)
     _slots.overflow_init(plan.overflow)

@@ -204,7 +204,7 @@ def settle_page(plan, state, page):  # type: ignore[no-untyped-def]
             slots[slot].failure = status
             slots[slot].failed_file = pages[page].file
             plan.stats[S_FAILED_ROWS] += 1
-        row_placed(control, plan.directory, slots, plan.overflow, slot)
+        row_placed(control, plan.directory, slots, plan.hbm, plan.overflow, slot)
         following = targets[target].next
         targets[target].next = control[FREE_TARGET]
         control[FREE_TARGET] = target

@@ -3,15 +3,18 @@
     batch   FREE ─submit─► QUEUED ─► PLANNING ─► EXPANDING ─► WAITING ─► DONE ─► UNWINDING ─► FREE
                              ▲           │ no slot left           (all rows of all layers in their slots)
                              └─UNWINDING─┘ it holds nothing while it waits for others to release
+            AWAITING comes before QUEUED for tokens that a GPU still has to deliver;
             release (or cancel) leads from any of them to UNWINDING: first the words are awaited that the GPU stores behind
-            the last gather that reads the slots, then the batch's interest in its slots is dropped, one by one
+            what it still does (deliver tokens, gather from the slots), then the batch's interest in its slots is dropped,
+            one by one
 
     slot    FREE ─take─► RESERVED ─page reads made─► READING ─last row placed─► READY ─evicted, refs 0─► FREE
                                                         └─ a row could not be read ─► FAILED ─refs 0─► FREE
 
 A slot's `refs` counts the batches that use it, and one for its reads while they are under way. A bundle that has a slot is
 found in exactly one place: the directory, or (pushed out of it while still referenced) the overflow table; a FAILED one in
-neither. Only the planner's thread writes any of this, except where it says otherwise.
+neither. A hot bundle may have a copy in a slot of the HBM tier as well; that copy lives no longer than the bundle, and is
+dropped only while no batch uses the bundle. Only the planner's thread writes any of this, except where it says otherwise.
 """
 
 from __future__ import annotations
@@ -21,9 +24,9 @@ from typing import NamedTuple
 import numpy as np
 
 # batch stages (batch_words)
-(FREE_BATCH, QUEUED, PLANNING, EXPANDING, WAITING, DONE, UNWINDING) = range(7)
+(FREE_BATCH, QUEUED, PLANNING, EXPANDING, WAITING, DONE, UNWINDING, AWAITING) = range(8)
 # why a batch cannot be served (batch_words)
-NO_ERROR, TOO_LARGE = 0, 1
+NO_ERROR, TOO_LARGE, BAD_TOKEN = 0, 1, 2
 # layer states (batch_words)
 LAYER_PENDING, LAYER_READY, LAYER_FAILED = 0, 1, 2
 
@@ -49,10 +52,20 @@ SLOT = np.dtype([
     ("status", np.int16),
     ("failure", np.int32),                                   # status of the page that could not be read
     ("failed_file", np.int32),
+    ("hbm", np.int32),                                       # its copy in the HBM tier, NO_COPY, or WANTS_COPY
     ("group", np.uint8),
     ("where", np.uint8),
     ("priority", np.uint8),                                  # class of its page reads
     ("spare", np.uint8),
+], align=True)
+
+NO_COPY, WANTS_COPY = -1, -2
+
+HBM_SLOT = np.dtype([                                        # one slot of the HBM tier
+    ("owner", np.int32),                                     # slot whose bundle it holds a copy of, -1: free
+    ("ready", np.int32),                                     # 0: the copy is under way
+    ("next", np.int32),                                      # in the free list
+    ("spare", np.int32),
 ], align=True)
 
 BATCH = np.dtype([
@@ -61,6 +74,7 @@ BATCH = np.dtype([
     ("flags", np.int64),                                     # address of uint8 [flat]
     ("slots", np.int64),                                     # address of int32 [layers, positions, orders]: the plan's result
     ("held", np.int64),                                      # address of int32 [layers, positions * orders]: distinct slots
+    ("flag", np.int64),                                      # address of an int64 that becomes the ticket when the tokens are there; 0: they are
     ("flat", np.int64),
     ("positions", np.int64),
     ("window", np.int64),                                    # > 0: plan so many flat tokens at a time and hold nothing after
@@ -82,7 +96,7 @@ BATCH = np.dtype([
     ("released", np.int32),
     ("layer", np.int32),                                     # of the unwinding or expanding cursor
     ("expand", np.int32),
-    ("words", np.int32),                                     # bit l: a gather of layer l was launched, its word must arrive
+    ("bad_token", np.int32),                                 # flat index, if the tokens came from a GPU and one is no token
     ("queue_next", np.int32),
 ], align=True)
 
@@ -92,6 +106,8 @@ LAYER = np.dtype([                                           # one per batch and
     ("cursor", np.int32),                                    # all before it are READY or FAILED
     ("failed_slot", np.int32),
     ("published_ns", np.int64),
+    ("word", np.int64),                                      # address of the int64 that the GPU stores behind its last gather; 0: none
+    ("expected", np.int64),                                  # what that word must have reached
 ], align=True)
 
 GROUP = np.dtype([                                           # one per served layer and order
@@ -107,26 +123,31 @@ C_REQUEST_HEAD, C_REQUEST_TAIL, C_STATE, C_FREE, C_HAND, C_QUEUES, C_PAGES, C_MI
 # C_FREE: free list [first, count]; C_HAND: reclaim sweep; C_QUEUES: [step first, last, background first, last];
 # C_PAGES: [free page, free pages, free target, free targets, background pages]; C_MISC: see below
 C_IDLE, C_OVERFLOW, C_ACTIVE, C_TICKS, C_BUILDING, C_BUILDING_BACKGROUND, C_ISSUED, C_ISSUED_BACKGROUND = (C_MISC + k for k in range(8))
-C_PUSH, C_PUSH_BACKGROUND, C_GIVEN = 9 * 8, 9 * 8 + 1, 9 * 8 + 2
-C_COUNT = 10 * 8
+(C_PUSH, C_PUSH_BACKGROUND, C_GIVEN, C_HBM_FREE, C_HBM_HAND, C_WANTED, C_COPIES, C_COPYING) = (9 * 8 + k for k in range(8))
+C_COPY_REQUESTED = 10 * 8                                    # copy batches asked for: the copier (any thread) launches the newest
+C_COUNT = 11 * 8
 # idle: READY bundles in the directory that no batch uses; building, issued: length of `building` and how much of it was
-# pushed, by class; push: 1 while it is being pushed; given: counts slots whose last user left
+# pushed, by class; push: 1 while it is being pushed; given: counts slots whose last user left; wanted: bundles in `wants`;
+# copies: entries of `copies`; copying: 1 while the GPU makes them
 
 # plan_params: int64, constant after open
 (PP_LAYERS, PP_ORDERS, PP_GROUPS, PP_SLOTS, PP_SETS, PP_BATCHES, PP_PAGES, PP_TARGETS, PP_BUCKETS, PP_RULE, PP_FILL, PP_RANK,
- PP_WORLD, PP_REQUESTS, PP_SPIN_NS, PP_DEGRADED_NS, PP_STEP_PAGES, PP_BATCH_LINE, PP_COUNT) = range(19)
+ PP_WORLD, PP_REQUESTS, PP_SPIN_NS, PP_DEGRADED_NS, PP_STEP_PAGES, PP_BATCH_LINE, PP_VOCABULARY, PP_HOT, PP_COUNT) = range(21)
 
 # store states (plan_control[C_STATE])
 LOADING, WARMING, SERVING, DEGRADED = range(4)
 STATE_NAMES = ("loading", "warming", "ready", "degraded")
 
 # statistics: int64, written by the planner alone
-ORDERS_MAX = 8
-(S_HITS, S_JOINS, S_MISSES, S_REPEATS) = (ORDERS_MAX * k for k in range(4))          # [order]: found ready; found in reading; read; met before in its batch
+ORDERS_MAX = 16
+(S_HITS, S_JOINS, S_MISSES, S_REPEATS, S_HBM_HITS) = (ORDERS_MAX * k for k in range(5))
+# [order]: found ready; found in reading; read; met before in its batch; of the ready ones, those with a copy in HBM
 (S_BATCHES, S_TOKENS, S_READS, S_MERGED, S_EVICTIONS, S_RECLAIMS, S_STARVED, S_CANCELLED, S_FAILED_ROWS, S_LOOPS, S_SLEEPS,
- S_BUSY_NS, S_PROMOTED, S_DEGRADED, S_LONGEST_NS, S_SCALARS_END) = range(4 * ORDERS_MAX, 4 * ORDERS_MAX + 16)
+ S_BUSY_NS, S_PROMOTED, S_DEGRADED, S_LONGEST_NS, S_COPIED, S_DROPPED, S_SCALARS_END) = range(5 * ORDERS_MAX, 5 * ORDERS_MAX + 18)
 S_ENGINE_US = S_SCALARS_END                                  # histogram of request taken to last row published, power-of-two buckets of us
 S_COUNT = S_ENGINE_US + 32
+
+COPIES = 256                                                 # bundles that are copied to HBM in one go
 
 SUBMIT, RELEASE = 0, 1                                       # requests: batch * 2 + kind
 
@@ -142,7 +163,10 @@ class Plan(NamedTuple):
     layers: np.ndarray                                       # LAYER [B * L]
     words: np.ndarray                                        # int32 [B * batch_line(L)]
     active: np.ndarray                                       # int32 [B]: batches that are not FREE, in order of tickets
-    gpu_words: np.ndarray                                    # int64 [B * L]: the GPU stores a batch's ticket here; pinned
+    hbm: np.ndarray                                          # HBM_SLOT [H], [0] without an HBM tier
+    wants: np.ndarray                                        # int32 [COPIES]: slots whose bundles are hot
+    copies: np.ndarray                                       # int32 [2 * COPIES]: (slot, HBM slot) pairs for the copier; pinned
+    copy_word: np.ndarray                                    # int64 [8]: [0] is stored by the GPU behind each batch of copies; pinned
     slots: np.ndarray                                        # SLOT [S]
     directory: np.ndarray                                    # SET [sets]
     sketch: np.ndarray                                       # BLOCK [sets]

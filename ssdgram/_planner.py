@@ -12,23 +12,24 @@ from __future__ import annotations
 
 import numpy as np
 
-from ssdgram._compiled import (address_of, atomic_exchange, atomic_load, atomic_store, compiled_lean, fence, futex_wait,
+from ssdgram._compiled import (address_of, atomic_add, atomic_exchange, atomic_load, atomic_load_at, atomic_store, compiled_lean, fence, futex_wait,
                                futex_wake, now_ns, prefetch, view_i32, view_u8)
 from ssdgram._pages import expand_bundle, promote, push_pages, settle_page
-from ssdgram._plan_state import (C_ACTIVE, C_BUILDING, C_GIVEN, C_IDLE, C_OVERFLOW, C_PUSH, C_QUEUES, C_REQUEST_HEAD,
-                                 C_REQUEST_TAIL, C_STATE, C_TICKS, DEGRADED, DONE, EXPANDING, FREE_BATCH, LAYER_FAILED, LAYER_READY,
-                                 NO_ERROR, NOWHERE, PLANNING, PP_BATCH_LINE, PP_DEGRADED_NS, PP_FILL, PP_LAYERS, PP_ORDERS, PP_RANK,
-                                 PP_REQUESTS, PP_RULE, PP_SLOTS, PP_SPIN_NS, PP_WORLD, QUEUED, S_BATCHES, S_BUSY_NS, S_CANCELLED,
-                                 S_DEGRADED, S_ENGINE_US, S_HITS, S_JOINS, S_LONGEST_NS, S_LOOPS, S_MISSES, S_REPEATS, S_SLEEPS,
+from ssdgram._plan_state import (AWAITING, BAD_TOKEN, C_ACTIVE, C_BUILDING, C_COPIES, C_COPY_REQUESTED, C_COPYING, C_GIVEN, C_HBM_FREE, C_HBM_HAND,
+                                  C_IDLE, C_OVERFLOW, C_PUSH, C_QUEUES, C_REQUEST_HEAD,
+                                 C_REQUEST_TAIL, C_STATE, C_TICKS, C_WANTED, COPIES, DEGRADED, DONE, EXPANDING, FREE_BATCH, LAYER_FAILED, LAYER_READY,
+                                 NO_COPY, NO_ERROR, NOWHERE, PLANNING, PP_BATCH_LINE, PP_DEGRADED_NS, PP_FILL, PP_HOT, PP_LAYERS, PP_ORDERS, PP_RANK,
+                                 PP_REQUESTS, PP_RULE, PP_SLOTS, PP_SPIN_NS, PP_VOCABULARY, PP_WORLD, QUEUED, S_BATCHES, S_BUSY_NS, S_CANCELLED, S_COPIED,
+                                 S_DEGRADED, S_DROPPED, S_ENGINE_US, S_HBM_HITS, S_HITS, S_JOINS, S_LONGEST_NS, S_LOOPS, S_MISSES, S_REPEATS, S_SLEEPS,
                                  S_STARVED, S_TOKENS, SERVING, SLOT_FAILED, SLOT_READING, SLOT_READY, SLOT_RESERVED, SUBMIT,
-                                 TOO_LARGE, UNWINDING, W_ERROR, W_LAYER, W_SEQUENCE, W_SLEEPERS, W_STAGE, W_STARVED, WAITING)
-from ssdgram._slots import drop_reference, overflow_find, take
-from ssdgram._state import (BACKGROUND, P_DONE_CAPACITY, P_READERS, PLANNER_ASLEEP, PLANNER_WORD, R_DONE_HEAD, R_DONE_TAIL,
+                                 TOO_LARGE, UNWINDING, W_ERROR, W_LAYER, W_SEQUENCE, W_SLEEPERS, W_STAGE, W_STARVED, WAITING, WANTS_COPY)
+from ssdgram._slots import drop_copy, drop_reference, overflow_find, take
+from ssdgram._state import (BACKGROUND, COPIER_WORD, P_DONE_CAPACITY, P_READERS, PLANNER_ASLEEP, PLANNER_WORD, R_DONE_HEAD, R_DONE_TAIL,
                             R_OLDEST_NS, READER_LINES, READER_WORDS, STEP, STOP)
 from ssdgram.cache.directory import mix, prefetch_set, probe, set_of
 from ssdgram.cache.policy import touch
-from ssdgram.cache.sketch import prefetch_sketch, record_access
-from ssdgram.kernels.hash import ngram_keys
+from ssdgram.cache.sketch import frequency, prefetch_sketch, record_access
+from ssdgram.kernels.hash import check_tokens, ngram_keys
 from ssdgram.queues import wake_readers
 
 SLICE = 64                                                   # positions planned without looking up: 64 x 6 probes are about 50 us
@@ -40,6 +41,8 @@ PUSH_SLICE = 2048
 UNWIND_SLICE = 4096
 NAP_NS = 50_000_000                                          # longest sleep while reads are under way: the drive's age is looked at
 POLL_NS = 100_000                                            # longest sleep while GPU words are awaited
+
+HBM_PROBES = 16                                              # slots of the HBM tier looked at for one that may be dropped
 
 BLOCKED, MORE, LAYER_DONE, ALL_DONE = range(4)
 
@@ -137,11 +140,36 @@ def take_requests(plan):  # type: ignore[no-untyped-def]
             control[C_ACTIVE] += 1
             plan.stats[S_BATCHES] += 1
             reset_plan(plan, b, 0)
-            enqueue(plan, b)
+            set_stage(plan, b, AWAITING)
+            admit_tokens(plan, b)
         else:
             release(plan, b)
     atomic_store(control, C_REQUEST_HEAD, head)
     return count
+
+
+@compiled_lean
+def tokens_arrived(plan, b):  # type: ignore[no-untyped-def]
+    """Whether the batch's tokens are in its memory (those from a GPU come later)."""
+    return plan.batches[b].flag == 0 or atomic_load_at(plan.batches[b].flag) == plan.batches[b].ticket
+
+
+@compiled_lean
+def admit_tokens(plan, b):  # type: ignore[no-untyped-def]
+    """Queue an AWAITING batch if its tokens are there and are tokens. Whether it left AWAITING."""
+    batch = plan.batches[b]
+    if not tokens_arrived(plan, b):
+        return False
+    if batch.flag != 0:
+        bad = check_tokens(view_i32(batch.tokens, batch.flat), view_u8(batch.flags, batch.flat), plan.params[PP_VOCABULARY])
+        if bad >= 0:
+            batch.bad_token = bad
+            atomic_store(plan.words, b * plan.params[PP_BATCH_LINE] + W_ERROR, np.int32(BAD_TOKEN))
+            set_stage(plan, b, DONE)
+            ring_bell(plan, b)
+            return True
+    enqueue(plan, b)
+    return True
 
 
 @compiled_lean
@@ -220,12 +248,26 @@ def slot_for(plan, b, k, x, group, order):  # type: ignore[no-untyped-def]
         slot = find_slot(plan, plan.sets[k], x, group)       # a neighbour in this block may have brought it
     if slot >= 0:
         return slot
-    slot = take(plan.control, plan.stats, plan.directory, plan.sketch, slots, plan.overflow, plan.sets[k], x, group,
+    slot = take(plan.control, plan.stats, plan.directory, plan.sketch, slots, plan.hbm, plan.overflow, plan.sets[k], x, group,
                 plan.batches[b].priority)
     if slot >= 0:
         plan.batches[b].misses += 1
         plan.stats[S_MISSES + order] += 1
     return slot
+
+
+@compiled_lean
+def consider_copy(plan, slot, order):  # type: ignore[no-untyped-def]
+    """A hit of a store with an HBM tier: count it there, or note the bundle as wanted there if it is hot enough."""
+    control, slots = plan.control, plan.slots
+    if slots[slot].hbm >= 0:
+        plan.stats[S_HBM_HITS + order] += 1
+    elif slots[slot].hbm == NO_COPY and control[C_WANTED] < COPIES and control[C_COPYING] == 0:
+        if frequency(plan.sketch, slots[slot].x, slots[slot].group) >= plan.params[PP_HOT]:
+            slots[slot].hbm = WANTS_COPY
+            slots[slot].refs += 1                            # until the copy is made or given up
+            plan.wants[control[C_WANTED]] = slot
+            control[C_WANTED] += 1
 
 
 @compiled_lean
@@ -246,6 +288,8 @@ def hold(plan, state, b, slot, layer, order, held):  # type: ignore[no-untyped-d
     status = slots[slot].status
     if status == SLOT_READY:
         plan.stats[S_HITS + order] += 1
+        if plan.hbm.shape[0] > 0:
+            consider_copy(plan, slot, order)
         return
     plan.layers[line].unready += 1
     if status == SLOT_READING:
@@ -269,6 +313,8 @@ def settle_block(plan, state, b, first, block, out, held):  # type: ignore[no-un
                 if slot < 0:
                     return False
                 hold(plan, state, b, slot, group.layer, group.order, held)
+                if plan.slots[slot].hbm >= 0 and plan.hbm[plan.slots[slot].hbm].ready != 0:
+                    slot = -2 - np.int64(plan.slots[slot].hbm)
             out[(group.layer * positions + t) * orders + group.order] = slot
             k += 1
     return True
@@ -469,7 +515,7 @@ def unwind_slice(plan, b):  # type: ignore[no-untyped-def]
         stop = min(mine.held, batch.expand + budget)
         budget -= stop - batch.expand
         for k in range(batch.expand, stop):
-            drop_reference(plan.control, plan.directory, plan.slots, plan.overflow, held[batch.layer * room + k])
+            drop_reference(plan.control, plan.directory, plan.slots, plan.hbm, plan.overflow, held[batch.layer * room + k])
         batch.expand = stop
         if stop < mine.held:
             return True
@@ -514,10 +560,13 @@ def enqueue_again(plan, b):  # type: ignore[no-untyped-def]
 
 @compiled_lean
 def words_arrived(plan, b):  # type: ignore[no-untyped-def]
-    """Whether the GPU has stored the batch's ticket behind every gather that was launched for it."""
-    batch, layers = plan.batches[b], plan.params[PP_LAYERS]
+    """Whether the GPU is done with everything that it does for the batch: its tokens, and the gathers that read its slots."""
+    layers = plan.params[PP_LAYERS]
+    if not tokens_arrived(plan, b):
+        return False
     for layer in range(layers):
-        if (batch.words >> layer) & 1 and atomic_load(plan.gpu_words, b * layers + layer) != batch.ticket:
+        mine = plan.layers[b * layers + layer]
+        if mine.word != 0 and atomic_load_at(mine.word) < mine.expected:
             return False
     return True
 
@@ -561,6 +610,11 @@ def tend_batches(plan, settled):  # type: ignore[no-untyped-def]
         stage = stage_of(plan, b)
         if stage == WAITING and settled > 0:
             publish_layers(plan, b)
+        elif stage == AWAITING:
+            if admit_tokens(plan, b):
+                work += 1
+            else:
+                waiting_for_gpu += 1
         elif stage == UNWINDING:
             if unwind_slice(plan, b):
                 work += 1
@@ -569,6 +623,82 @@ def tend_batches(plan, settled):  # type: ignore[no-untyped-def]
         if k < plan.control[C_ACTIVE] and plan.active[k] == b:
             k += 1
     return work, waiting_for_gpu
+
+
+# ---------------------------------------------------------------- the HBM tier
+
+
+@compiled_lean
+def hbm_slot_for(plan, slot):  # type: ignore[no-untyped-def]
+    """A slot of the HBM tier for a hot bundle: a free one, or that of a bundle that is less hot and that no batch uses; -1."""
+    control, hbm, slots = plan.control, plan.hbm, plan.slots
+    if control[C_HBM_FREE] < 0:
+        seen = frequency(plan.sketch, slots[slot].x, slots[slot].group)
+        for _ in range(HBM_PROBES):
+            control[C_HBM_HAND] = control[C_HBM_HAND] + 1 if control[C_HBM_HAND] + 1 < hbm.shape[0] else 0
+            owner = hbm[control[C_HBM_HAND]].owner
+            if slots[owner].refs == 0 and frequency(plan.sketch, slots[owner].x, slots[owner].group) < seen:
+                drop_copy(control, slots, hbm, owner)
+                plan.stats[S_DROPPED] += 1
+                break
+    copy = control[C_HBM_FREE]
+    if copy >= 0:
+        control[C_HBM_FREE] = hbm[copy].next
+    return copy
+
+
+@compiled_lean
+def request_copies(plan):  # type: ignore[no-untyped-def]
+    """Turn the wanted bundles into a list of copies and hand it to the copier. How many."""
+    control, slots, hbm = plan.control, plan.slots, plan.hbm
+    count = 0
+    for k in range(control[C_WANTED]):
+        slot = np.int64(plan.wants[k])
+        copy = hbm_slot_for(plan, slot)
+        if copy < 0:
+            slots[slot].hbm = NO_COPY
+            drop_reference(control, plan.directory, slots, hbm, plan.overflow, slot)
+            continue
+        hbm[copy].owner = slot
+        hbm[copy].ready = 0
+        slots[slot].hbm = copy
+        plan.copies[2 * count] = slot
+        plan.copies[2 * count + 1] = copy
+        count += 1
+    control[C_WANTED] = 0
+    control[C_COPIES] = count
+    if count > 0:
+        control[C_COPYING] = 1
+        atomic_store(plan.control, C_COPY_REQUESTED, control[C_COPY_REQUESTED] + 1)
+    return count
+
+
+@compiled_lean
+def finish_copies(plan):  # type: ignore[no-untyped-def]
+    """The GPU made the copies: publish them."""
+    control, slots, hbm = plan.control, plan.slots, plan.hbm
+    for k in range(control[C_COPIES]):
+        hbm[plan.copies[2 * k + 1]].ready = 1
+        drop_reference(control, plan.directory, slots, hbm, plan.overflow, np.int64(plan.copies[2 * k]))
+    plan.stats[S_COPIED] += control[C_COPIES]
+    control[C_COPIES] = control[C_COPYING] = 0
+
+
+@compiled_lean
+def tend_hbm(plan, state):  # type: ignore[no-untyped-def]
+    """Publish copies that are made, ask for those that are wanted. (slices of work, 1 if the GPU is awaited)."""
+    control = plan.control
+    if control[C_COPYING] != 0:
+        if atomic_load(plan.copy_word, 0) < control[C_COPY_REQUESTED]:
+            return 0, 1
+        finish_copies(plan)
+        return 1, 0
+    if control[C_WANTED] > 0 and control[C_QUEUES] < 0:
+        if request_copies(plan) > 0:
+            atomic_add(state.words, COPIER_WORD, np.int32(1))
+            futex_wake(state.words, COPIER_WORD, 1)
+        return 1, 0
+    return 0, 0
 
 
 # ---------------------------------------------------------------- the drive's health, sleeping, the loop
@@ -663,6 +793,10 @@ def planner_loop(plan, state):  # type: ignore[no-untyped-def]
         settled = settle_reads(plan, state, SETTLE_SLICE)
         tended, waiting_for_gpu = tend_batches(plan, settled)
         work += settled + tended + work_on_heads(plan, state) + push_built_pages(plan, state)
+        if plan.hbm.shape[0] > 0:
+            copied, awaited = tend_hbm(plan, state)
+            work += copied
+            waiting_for_gpu += awaited
         now = now_ns()
         plan.stats[S_LOOPS] += 1
         if work > 0:

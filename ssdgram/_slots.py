@@ -8,7 +8,7 @@ the free list only when nothing refers to it, and C_IDLE counts the READY ones o
 from __future__ import annotations
 
 from ssdgram._compiled import compiled_lean
-from ssdgram._plan_state import (C_FREE, C_GIVEN, C_HAND, C_IDLE, C_OVERFLOW, IN_DIRECTORY, IN_OVERFLOW, NOWHERE, S_EVICTIONS, S_RECLAIMS,
+from ssdgram._plan_state import (C_FREE, C_GIVEN, C_HAND, C_HBM_FREE, C_IDLE, C_OVERFLOW, IN_DIRECTORY, IN_OVERFLOW, NO_COPY, NOWHERE, S_EVICTIONS, S_RECLAIMS,
                                  SLOT_FAILED, SLOT_FREE, SLOT_READY, SLOT_RESERVED)
 from ssdgram.cache import directory as cache_directory
 from ssdgram.cache import overflow as cache_overflow
@@ -26,14 +26,36 @@ def free_all(control, slots):  # type: ignore[no-untyped-def]
     for slot in range(count):
         slots[slot].status = SLOT_FREE
         slots[slot].ticket = -1
+        slots[slot].hbm = NO_COPY
         slots[slot].next = slot + 1 if slot + 1 < count else -1
     control[C_FREE] = 0 if count > 0 else -1
     control[C_FREE + 1] = count
 
 
 @compiled_lean
-def give_back(control, slots, slot):  # type: ignore[no-untyped-def]
-    """Slot to the free list. Nothing refers to it any more."""
+def free_hbm_slots(control, hbm):  # type: ignore[no-untyped-def]
+    """Put every slot of the HBM tier into its free list."""
+    for h in range(hbm.shape[0]):
+        hbm[h].owner = -1
+        hbm[h].next = h + 1 if h + 1 < hbm.shape[0] else -1
+    control[C_HBM_FREE] = 0 if hbm.shape[0] > 0 else -1
+
+
+@compiled_lean
+def drop_copy(control, slots, hbm, slot):  # type: ignore[no-untyped-def]
+    """Give up the HBM copy of the slot's bundle, which no batch uses."""
+    copy = slots[slot].hbm
+    slots[slot].hbm = NO_COPY
+    if copy >= 0:
+        hbm[copy].owner = -1
+        hbm[copy].next = control[C_HBM_FREE]
+        control[C_HBM_FREE] = copy
+
+
+@compiled_lean
+def give_back(control, slots, hbm, slot):  # type: ignore[no-untyped-def]
+    """Slot to the free list, and its copy's. Nothing refers to it any more."""
+    drop_copy(control, slots, hbm, slot)
     slots[slot].status = SLOT_FREE
     slots[slot].where = NOWHERE
     slots[slot].ticket = -1
@@ -43,7 +65,7 @@ def give_back(control, slots, slot):  # type: ignore[no-untyped-def]
 
 
 @compiled_lean
-def reclaim(control, stats, directory, sketch, slots):  # type: ignore[no-untyped-def]
+def reclaim(control, stats, directory, sketch, slots, hbm):  # type: ignore[no-untyped-def]
     """Evict one bundle that no batch uses, the least useful one of the next set that has any. Whether there was one."""
     sets = directory.shape[0]
     s = control[C_HAND]
@@ -62,18 +84,18 @@ def reclaim(control, stats, directory, sketch, slots):  # type: ignore[no-untype
             remove(directory, s, worst)
             control[C_IDLE] -= 1
             stats[S_RECLAIMS] += 1
-            give_back(control, slots, slot)
+            give_back(control, slots, hbm, slot)
             return True
     return False
 
 
 @compiled_lean
-def pushed_out(control, stats, slots, overflow, slot):  # type: ignore[no-untyped-def]
+def pushed_out(control, stats, slots, hbm, overflow, slot):  # type: ignore[no-untyped-def]
     """The policy took this slot's bundle out of the directory: free it, or keep it findable while it is in use."""
     stats[S_EVICTIONS] += 1
     if slots[slot].refs == 0:
         control[C_IDLE] -= 1
-        give_back(control, slots, slot)
+        give_back(control, slots, hbm, slot)
     else:
         overflow_insert(overflow, slots[slot].x, slots[slot].group, slot)
         slots[slot].where = IN_OVERFLOW
@@ -81,9 +103,9 @@ def pushed_out(control, stats, slots, overflow, slot):  # type: ignore[no-untype
 
 
 @compiled_lean
-def take(control, stats, directory, sketch, slots, overflow, s, x, group, priority):  # type: ignore[no-untyped-def]
+def take(control, stats, directory, sketch, slots, hbm, overflow, s, x, group, priority):  # type: ignore[no-untyped-def]
     """A RESERVED slot for the bundle (x, group), which set `s` does not have; entered into the directory. -1: none to be had."""
-    if control[C_FREE + 1] == 0 and not reclaim(control, stats, directory, sketch, slots):
+    if control[C_FREE + 1] == 0 and not reclaim(control, stats, directory, sketch, slots, hbm):
         return -1
     slot = control[C_FREE]
     control[C_FREE] = slots[slot].next
@@ -99,7 +121,7 @@ def take(control, stats, directory, sketch, slots, overflow, s, x, group, priori
     slots[slot].where = IN_DIRECTORY
     out = insert(directory, sketch, s, x, group, slot)
     if out >= 0:
-        pushed_out(control, stats, slots, overflow, out)
+        pushed_out(control, stats, slots, hbm, overflow, out)
     return slot
 
 
@@ -118,7 +140,7 @@ def forget(control, directory, slots, overflow, slot):  # type: ignore[no-untype
 
 
 @compiled_lean
-def drop_reference(control, directory, slots, overflow, slot):  # type: ignore[no-untyped-def]
+def drop_reference(control, directory, slots, hbm, overflow, slot):  # type: ignore[no-untyped-def]
     """One user less. The last one leaves the bundle to the directory if that has it whole, else gives the slot back."""
     slots[slot].refs -= 1
     if slots[slot].refs > 0:
@@ -128,11 +150,11 @@ def drop_reference(control, directory, slots, overflow, slot):  # type: ignore[n
         control[C_IDLE] += 1
         return
     forget(control, directory, slots, overflow, slot)
-    give_back(control, slots, slot)
+    give_back(control, slots, hbm, slot)
 
 
 @compiled_lean
-def row_placed(control, directory, slots, overflow, slot):  # type: ignore[no-untyped-def]
+def row_placed(control, directory, slots, hbm, overflow, slot):  # type: ignore[no-untyped-def]
     """One of the slot's rows is in place, or failed for good. The last one makes the bundle READY, or FAILED and forgotten."""
     slots[slot].pending -= 1
     if slots[slot].pending > 0:
@@ -142,4 +164,4 @@ def row_placed(control, directory, slots, overflow, slot):  # type: ignore[no-un
         slots[slot].status = SLOT_FAILED
     else:
         slots[slot].status = SLOT_READY
-    drop_reference(control, directory, slots, overflow, slot)
+    drop_reference(control, directory, slots, hbm, overflow, slot)

@@ -40,6 +40,7 @@ R_DONE_TAIL = 3 * LINE
 # words: int32 futex words, one line each
 WORD_LINE = 16
 PLANNER_WORD = 0
+COPIER_WORD = 1                                              # the thread that launches copies to HBM sleeps on it
 
 
 def reader_line(reader: int) -> int:

@@ -76,6 +76,13 @@ class Stats:
         return found / total if total else float("nan")
 
 
+def _hits_by_tier(all_hits: dict[int, int], hbm_hits: dict[int, int], has_hbm: bool) -> dict[tuple[str, int], int]:
+    hits = {("dram", order): count - hbm_hits[order] for order, count in all_hits.items()}
+    if has_hbm:
+        hits |= {("hbm", order): count for order, count in hbm_hits.items()}
+    return hits
+
+
 def snapshot(store: Store) -> Stats:
     """The statistics of an open store."""
     plan, state = store._plan, store._state
@@ -102,7 +109,7 @@ def snapshot(store: Store) -> Stats:
         state=p.STATE_NAMES[int(plan.control[p.C_STATE])], queue=store.queue, batches=int(counted[p.S_BATCHES]) - 1,
         tokens=int(counted[p.S_TOKENS]), reads=reads, retries=over_readers(s.R_RETRIES), read_errors=over_readers(s.R_ERRORS),
         bytes_read=reads * 4096, bytes_served=store._served_bytes,
-        hits={("dram", order): count for order, count in by_order(p.S_HITS).items()},
+        hits=_hits_by_tier(by_order(p.S_HITS), by_order(p.S_HBM_HITS), len(plan.hbm) > 0),
         joins=by_order(p.S_JOINS), misses=by_order(p.S_MISSES), repeats=by_order(p.S_REPEATS),
         merged_rows=int(counted[p.S_MERGED]), evictions=int(counted[p.S_EVICTIONS]) + int(counted[p.S_RECLAIMS]),
         failed_rows=int(counted[p.S_FAILED_ROWS]), starved=int(counted[p.S_STARVED]), cancelled=int(counted[p.S_CANCELLED]),

@@ -219,7 +219,7 @@ class Store:
         _open_stores.discard(self)
         for row in range(len(self._plan.batches)):
             if self._plan.words[row * self._line + p.W_STAGE] != p.FREE_BATCH:
-                self._push(row, released=True)
+                self._push_release(row)
         deadline = time.monotonic() + timeout_s
         for row in range(len(self._plan.batches)):
             left = max(0, int((deadline - time.monotonic()) * 1e9))
@@ -296,8 +296,8 @@ class Store:
                 ticket = self._tickets
             self._alive[row] = (tokens, flags, slots, held)
             submit(self._plan.requests, self._plan.control, self._state.control, self._state.words, self._plan.batches,
-                   self._plan.words, self._line, row, ticket, tokens.ctypes.data, flags.ctypes.data, slots.ctypes.data,
-                   held.ctypes.data, len(tokens), planned, window, PRIORITIES[priority])
+                   self._plan.layers, self._plan.words, self._line, row, ticket, tokens.ctypes.data, flags.ctypes.data, 0,
+                   slots.ctypes.data, held.ctypes.data, len(tokens), planned, window, PRIORITIES[priority])
         return Batch(self, row, ticket, slots, held, (tokens, flags))
 
     def _free_row(self) -> int:
@@ -313,10 +313,10 @@ class Store:
         if os.getpid() == self._pid:
             with self._lock:
                 if not self._closed:
-                    self._push(batch._row, released=True)
+                    self._push_release(batch._row)
 
-    def _push(self, row: int, released: bool) -> None:
-        hand_back(self._plan.requests, self._plan.control, self._state.control, self._state.words, self._plan.batches, row, 0)
+    def _push_release(self, row: int) -> None:
+        hand_back(self._plan.requests, self._plan.control, self._state.control, self._state.words, row)
 
     def _count_wait(self, seconds: float) -> None:
         us = seconds * 1e6
