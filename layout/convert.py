@@ -48,9 +48,8 @@ def convert(ckpt: str | os.PathLike[str], out: str | os.PathLike[str], stripe: S
         raise ConversionError(f"jobs = {jobs}: expected at least 1")
     out = Path(os.path.abspath(out))
     checkpoint = open_checkpoint(ckpt)
-    stripes = _stripes(out, stripe)
-    plan = _Plan(checkpoint, out, stripes)
     try:
+        plan = _Plan(checkpoint, out, _stripes(out, stripe))
         plan.check_room()
         for folder in () if (out / MANIFEST).exists() else (out, *plan.roots):
             folder.mkdir(parents=True, exist_ok=True)

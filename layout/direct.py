@@ -71,7 +71,7 @@ class DirectFile:
                 self._give_up_direct()
                 continue
             if count == 0:
-                raise EOFError(f"{self.path}: ends at byte {offset + done}, before byte {offset + need}")
+                raise self._too_short(offset + need)
             done += count
 
     def read_exactly(self, view: memoryview, offset: int) -> None:
@@ -80,7 +80,7 @@ class DirectFile:
         while done < len(view):
             count = os.preadv(self._buffered, [view[done:]], offset + done)
             if count == 0:
-                raise EOFError(f"{self.path}: ends at byte {offset + done}, before byte {offset + len(view)}")
+                raise self._too_short(offset + len(view))
             done += count
 
     def write(self, buffer: np.ndarray, offset: int) -> None:
@@ -107,6 +107,9 @@ class DirectFile:
             setattr(self, name, -1)
             if descriptor >= 0:
                 os.close(descriptor)
+
+    def _too_short(self, end: int) -> EOFError:
+        return EOFError(f"{self.path}: has {os.fstat(self._buffered).st_size} bytes, expected at least {end}")
 
     def _give_up_direct(self) -> None:
         """The file system opened the file with O_DIRECT and refuses the transfer: go on buffered.

@@ -33,7 +33,7 @@ from ssdgram.layout.places import Place, places
 from ssdgram.layout.source import RowSource, Shards, open_sources
 
 MAX_LISTED = 100                                             # failures listed for a file; the others are counted
-_BAD = 64                                                    # bad pages and rows that a block reports one by one
+_BAD = 128                                                   # bad pages and rows that a block reports one by one
 
 
 @dataclass(frozen=True)

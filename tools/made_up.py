@@ -40,8 +40,8 @@ def word(key, counter, shape):  # type: ignore[no-untyped-def]
     if shape == E4M3:                                        # a code of 0x7F or 0xFF loses its lowest bit
         low = value & np.uint64(0x7F7F7F7F7F7F7F7F)
         return value ^ (((low + np.uint64(0x0101010101010101)) & np.uint64(0x8080808080808080)) >> np.uint64(7))
-    if shape == E8M0:                                        # 2^-15 .. 2^0
-        return (value & np.uint64(0x0F0F0F0F0F0F0F0F)) | np.uint64(0x7070707070707070)
+    if shape == E8M0:                                        # 2^-15 .. 2^-8: values below 2, blocks above 1e-4
+        return (value & np.uint64(0x0707070707070707)) | np.uint64(0x7070707070707070)
     if shape == BF16:                                        # either sign, exponents 2^-7 .. 2^0
         return (value & np.uint64(0x83FF83FF83FF83FF)) | np.uint64(0x3C003C003C003C00)
     if shape == E4M3_SCALE:                                  # 2^-5 .. 2^-2

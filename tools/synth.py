@@ -93,11 +93,12 @@ def synthesize(dir: str | os.PathLike[str], vocab_size: int = 250_000, layers: S
     else:
         raise ConversionError(f"family {family!r}: expected 'engram' or 'ple'")
     total = sum(tensor.size for shard in shards for tensor in shard)
-    folder.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(folder).free
+    existing = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.is_dir())
+    free = shutil.disk_usage(existing).free
     if not sparse and free < total + (16 << 20):
         raise NoSpaceError(f"{folder}: {total} bytes ({total / 2**30:.1f} GiB) are needed, {free} ({free / 2**30:.1f} GiB) are "
                            f"free: make room, or give a smaller vocab_size")
+    folder.mkdir(parents=True, exist_ok=True)
     weight_map, done = {}, 0
     for number, shard in enumerate(shards, 1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
