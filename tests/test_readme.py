@@ -1,0 +1,89 @@
+"""The README keeps its word: its Python runs, its commands exist, its links lead somewhere, the two commands come first."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+import ssdgram.cli as cli
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+MAKE_TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def code_lines(text):
+    """Lines of indented and fenced blocks."""
+    inside = False
+    for line in text.splitlines():
+        if line.startswith("```"):
+            inside = not inside
+        elif inside or line.startswith("    "):
+            yield line.strip()
+
+
+def commands(program):
+    """Arguments of the calls of `program` in the README and the docs."""
+    for path in [ROOT / "README.md", *DOCS]:
+        for line in code_lines(path.read_text()):
+            line = re.sub(r"^(RUN |python -m )", "", line.split("#")[0].strip())
+            for part in line.split("&&"):
+                if part.split()[:1] == [program]:
+                    yield path.name, shlex.split(part)[1:]
+
+
+def test_the_first_screen_names_the_two_commands():
+    screen = README.splitlines()[:24]
+    for command in ("make demo", "make test"):
+        assert any(line.strip().startswith(command) for line in screen), command
+
+
+def test_make_targets_exist():
+    used = {(name, words[0]) for name, words in commands("make") if words}
+    assert {target for _, target in used} >= {"demo", "test"}
+    for name, target in used:
+        assert target in MAKE_TARGETS, f"{name} names `make {target}`"
+
+
+@pytest.mark.parametrize(("name", "words"), list(commands("ssdgram")))
+def test_commands_and_their_options_exist(name, words):
+    context = click.Context(cli.main)
+    command = cli.main
+    for number, word in enumerate(words):
+        if not isinstance(command, click.Group):
+            break
+        if word.startswith("-") or not word.islower():       # an option, or a stand-in such as COMMAND
+            continue
+        command = command.get_command(context, word)
+        assert command is not None, f"{name} names `ssdgram {' '.join(words[:number + 1])}`"
+    known = {option for parameter in [*command.params, *cli.main.params] for option in parameter.opts}
+    assert {word for word in words if word.startswith("-")} <= known, f"{name}: ssdgram {' '.join(words)}"
+
+
+def test_links_lead_somewhere():
+    for path in [ROOT / "README.md", *DOCS]:
+        for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):
+            assert (path.parent / target).exists(), f"{path.name} links to {target}"
+
+
+def test_the_python_of_the_readme_runs(tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert blocks
+    for block in blocks:
+        assert len([line for line in block.splitlines() if line.strip()]) <= 10, "style rule 10: ten lines that run"
+        answer = subprocess.run([sys.executable, "-W", "error::ResourceWarning", "-c", block], cwd=tmp_path, capture_output=True,
+                                env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True, timeout=280)
+        assert answer.returncode == 0, answer.stderr
+        assert int(answer.stdout) > 0
+
+
+def test_no_figure_is_claimed_without_a_measurement():
+    """The number on the first screen names its hardware and its command, or says that it is still missing."""
+    line = next(line for line in README.splitlines() if line.startswith("**Measured:**"))
+    assert "to be filled in" in line or re.search(r"\d", line)

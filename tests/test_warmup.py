@@ -1,0 +1,70 @@
+"""warmup: every kind of store is served once, a second run compiles nothing, and the command says where the code is."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from ssdgram import warmup
+from ssdgram._compiled import CACHE_FOLDER
+from ssdgram.cli import main
+from ssdgram.errors import UnavailableError
+from ssdgram.geometry import ENCODINGS
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    return list(warmup.warm_up(tmp_path_factory.mktemp("first")))
+
+
+def test_every_encoding_is_served(first):
+    assert [done.name for done in first] == list(warmup.KINDS)
+    assert all(done.left_out == "" for done in first)
+    kinds = {wanted.get("encoding", "fp8_ue8m0") for wanted in warmup.KINDS.values()}
+    assert kinds == set(ENCODINGS)
+
+
+def test_a_second_run_compiles_nothing(first, tmp_path):
+    assert [done.functions for done in warmup.warm_up(tmp_path)] == [0] * len(first)
+
+
+def test_what_a_new_process_opens_is_all_there(first, tmp_path):
+    """Open, prefetch, rows in a process of its own add nothing to the compiled code: warm-up left nothing out."""
+    program = f"""
+import pathlib, ssdgram
+from ssdgram import warmup
+before = warmup.functions()
+warmup._serve_once(warmup.KINDS["PLE, bf16"], pathlib.Path({str(tmp_path)!r}))
+print(warmup.functions() - before)
+"""
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=280)
+    assert answer.stdout == "0\n", answer.stderr
+
+
+def test_a_step_that_this_machine_has_no_use_for_is_left_out(tmp_path, monkeypatch):
+    def no_gpu(folder):
+        raise UnavailableError("no GPU")
+
+    begun = []
+    monkeypatch.setattr(warmup, "KINDS", {})
+    monkeypatch.setattr(warmup, "_registered", [])
+    warmup.register(warmup.Step("GPU kernels", no_gpu))
+    warmup.register(warmup.Step("something", lambda folder: (folder / "file").touch()))
+    outcome = [(done.name, done.left_out) for done in warmup.warm_up(tmp_path, begun.append)]
+    assert outcome == [("GPU kernels", "no GPU"), ("something", "")]
+    assert begun == ["GPU kernels", "something"]
+
+
+def test_the_command_says_where_the_code_is(monkeypatch):
+    monkeypatch.setattr(warmup, "KINDS", {})
+    answer = CliRunner().invoke(main, ["warmup"])
+    assert answer.exit_code == 0
+    assert str(CACHE_FOLDER) in answer.output and f"{warmup.functions()} functions" in answer.output
+
+
+def test_the_folder_can_be_chosen(tmp_path):
+    environment = {**os.environ, "SSDGRAM_CACHE_DIR": str(tmp_path)}
+    program = "from ssdgram._compiled import CACHE_FOLDER; print(CACHE_FOLDER.parent)"
+    assert subprocess.check_output([sys.executable, "-c", program], env=environment, text=True).strip() == str(tmp_path)
