@@ -159,8 +159,9 @@ def against_fio(path: Path, size: int, depths: list[int], seconds: float, rounds
         result["cpu_ratio"] = result["uring"]["cpu_us"] / result["fio_unbatched"]["cpu_us"]
         result["ok"] = result["rate_ratio"] >= bar and result["cpu_ratio"] <= BAR_CPU
         click.echo(f"depth {depth}{'' if direct else ' (page cache)'}: uring {shown(result['uring'])} | "
-                   f"fio {shown(result['fio'])} | fio unbatched {shown(result['fio_unbatched'])} | rate ratio {result['rate_ratio']:.3f} (bar {bar}), "
-                   f"CPU ratio {result['cpu_ratio']:.2f} (bar {BAR_CPU}): {'ok' if result['ok'] else 'BELOW'}")
+                   f"fio {shown(result['fio'])} | fio unbatched {shown(result['fio_unbatched'])} | "
+                   f"rate ratio {result['rate_ratio']:.3f} (bar {bar}), CPU ratio {result['cpu_ratio']:.2f} (bar {BAR_CPU}): "
+                   f"{'ok' if result['ok'] else 'BELOW'}")
         results.append(result)
     return results
 
