@@ -104,6 +104,7 @@ def _specs(shape: Shape, slots: int, sets: int, pages: int, depth: int) -> tuple
         ("batch_words", np.int32, (shape.batches * p.batch_line(shape.layers),)),
         ("active", np.int32, (shape.batches,)),
         ("gpu_words", np.int64, (shape.batches * shape.layers,)),
+        ("token_words", np.int64, (shape.batches,)),
         ("hbm", p.HBM_SLOT, (shape.hbm_slots,)),
         ("wants", np.int32, (p.COPIES if shape.hbm_slots else 0,)),
         ("copies", np.int32, (2 * p.COPIES if shape.hbm_slots else 0,)),

@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 
 from ssdgram._compiled import (atomic_add, atomic_exchange, atomic_load, atomic_store, compiled_lean, fence, futex_wait, futex_wake, now_ns)
-from ssdgram._plan_state import (C_REQUEST_TAIL, FREE_BATCH, NO_ERROR, QUEUED, RELEASE, SUBMIT, W_ERROR, W_LAYER, W_SEQUENCE,
+from ssdgram._plan_state import (C_COPY_REQUESTED, C_REQUEST_TAIL, FREE_BATCH, NO_ERROR, QUEUED, RELEASE, SUBMIT, W_ERROR, W_LAYER, W_SEQUENCE,
                                  W_SLEEPERS, W_STAGE)
-from ssdgram._state import PLANNER_ASLEEP, PLANNER_WORD
+from ssdgram._state import COPIER_WORD, PLANNER_ASLEEP, PLANNER_WORD, STOP
 
 TIMED_OUT, READY, FAILED, REFUSED = range(4)                 # what a wait comes to
 
@@ -121,3 +121,14 @@ def wait_free(batch_words, base, timeout_ns):  # type: ignore[no-untyped-def]
             futex_wait(batch_words, base + W_SEQUENCE, sequence, timeout_ns - waited)
         atomic_add(batch_words, base + W_SLEEPERS, np.int32(-1))
     return True
+
+
+@compiled_lean
+def wait_for_copies(plan_control, control, words, launched, timeout_ns):  # type: ignore[no-untyped-def]
+    """For the copier: the number of the newest list of copies, once it is above `launched` or STOP or the time is up."""
+    word = atomic_load(words, COPIER_WORD)
+    requested = atomic_load(plan_control, C_COPY_REQUESTED)
+    if requested == launched and atomic_load(control, STOP) == 0:
+        futex_wait(words, COPIER_WORD, word, timeout_ns)
+        requested = atomic_load(plan_control, C_COPY_REQUESTED)
+    return requested

@@ -1,4 +1,4 @@
-"""The results of a Batch on the CPU: rows as bf16, rows as bytes, addresses; torch tensors over compiled gathers.
+"""The results of a Batch: rows as bf16, rows as bytes, addresses, as torch tensors; here on the CPU, over compiled gathers.
 
 It waits for the one layer that it gathers, then reads its slots; the batch's claim keeps them as they are. A given `out` is
 checked before anything is written. It knows neither keys nor the cache.
@@ -25,6 +25,8 @@ def rows(batch: Batch, index: int, out: torch.Tensor | None) -> torch.Tensor:
 
     store = batch._store
     batch.wait(store.layers[index])
+    if store._cuda is not None:
+        return store._cuda.run(batch, index, "rows", out)
     result = _output(out, (len(batch), len(store.columns), store.dim), torch.bfloat16)
     _run(gather_bf16, batch, index, result.view(torch.int16).numpy().view(np.uint16))
     store._served_bytes += len(batch) * len(store.columns) * store.row_bytes
@@ -37,6 +39,8 @@ def packed(batch: Batch, index: int, out: torch.Tensor | None) -> torch.Tensor:
 
     store = batch._store
     batch.wait(store.layers[index])
+    if store._cuda is not None:
+        return store._cuda.run(batch, index, "packed", out)
     result = _output(out, (len(batch), len(store.columns), store.row_bytes), torch.uint8)
     _run(gather_packed, batch, index, result.numpy())
     store._served_bytes += result.numel()
@@ -49,6 +53,8 @@ def addresses(batch: Batch, index: int) -> torch.Tensor:
 
     store = batch._store
     batch.wait(store.layers[index])
+    if store._cuda is not None:
+        return store._cuda.addresses(batch, index)
     slots = batch._slots[index].astype(np.int64)
     slab = store._state.slab.ctypes.data
     return torch.from_numpy(np.where(slots < 0, 0, slab + slots * store._stride))

@@ -137,11 +137,12 @@ def gather_groups(selection: Selection) -> np.ndarray:
     return np.stack([heads, np.cumsum(heads) - heads], axis=1)
 
 
-def shape_of(geometry: Geometry, selection: Selection, vocabulary: int, readers: int, depth: int, batches: int) -> Shape:
+def shape_of(geometry: Geometry, selection: Selection, vocabulary: int, readers: int, depth: int, batches: int,
+             hbm_slots: int = 0) -> Shape:
     """What the budget is divided by."""
     return Shape(layers=len(selection.layers), orders=geometry.orders, files=len(selection.layers) * len(selection.columns),
                  vocabulary=vocabulary, stride=slot_stride(geometry, selection), heads=max(selection.heads), readers=readers,
-                 depth=depth, batches=batches)
+                 depth=depth, batches=batches, hbm_slots=hbm_slots)
 
 
 def lay_out(arena: Arena, sizes: Sizes, shape: Shape) -> tuple[State, Plan]:
@@ -151,8 +152,8 @@ def lay_out(arena: Arena, sizes: Sizes, shape: Shape) -> tuple[State, Plan]:
                   background_ring=a["background_ring"], done_ring=a["done_ring"], pages=a["pages"], targets=a["targets"],
                   files=a["files"], claims=a["claims"], staging=a["staging"], slab=a["slab"])
     plan = Plan(control=a["plan_control"], params=a["plan_params"], stats=a["stats"], requests=a["requests"], batches=a["batches"],
-                layers=a["layers"], words=a["batch_words"], active=a["active"], hbm=a["hbm"], wants=a["wants"],
-                copies=a["copies"], copy_word=a["copy_word"], slots=a["slots"],
+                layers=a["layers"], words=a["batch_words"], active=a["active"], gpu_words=a["gpu_words"],
+                token_words=a["token_words"], hbm=a["hbm"], wants=a["wants"], copies=a["copies"], copy_word=a["copy_word"], slots=a["slots"],
                 directory=a["directory"], sketch=a["sketch"], overflow=a["overflow"], buckets=a["buckets"], building=a["building"],
                 groups=a["groups"], group_index=a["group_index"], multipliers=a["multipliers"], token_map=a["token_map"],
                 keys=a["keys"], found=a["found"], sets=a["sets"])

@@ -163,6 +163,8 @@ class Plan(NamedTuple):
     layers: np.ndarray                                       # LAYER [B * L]
     words: np.ndarray                                        # int32 [B * batch_line(L)]
     active: np.ndarray                                       # int32 [B]: batches that are not FREE, in order of tickets
+    gpu_words: np.ndarray                                    # int64 [B * L]: the GPU counts a batch's gathers here; pinned
+    token_words: np.ndarray                                  # int64 [B]: the GPU stores a batch's ticket behind its tokens; pinned
     hbm: np.ndarray                                          # HBM_SLOT [H], [0] without an HBM tier
     wants: np.ndarray                                        # int32 [COPIES]: slots whose bundles are hot
     copies: np.ndarray                                       # int32 [2 * COPIES]: (slot, HBM slot) pairs for the copier; pinned

@@ -37,7 +37,8 @@ NAP_NS = 50_000_000                                          # a wait comes back
 class Batch:
     """What `Store.prefetch` returns. `len(batch)` = T positions; `ticket` numbers the batches of a store from 1."""
 
-    __slots__ = ("__weakref__", "_base", "_flat", "_held", "_ready", "_released", "_row", "_slots", "_store", "ticket")
+    __slots__ = ("__weakref__", "_base", "_device_slots", "_events", "_flat", "_held", "_ready", "_released", "_row", "_slots",
+                 "_store", "ticket")
 
     def __init__(self, store: Store, row: int, ticket: int, slots: np.ndarray, held: np.ndarray,
                  flat: tuple[np.ndarray, np.ndarray]) -> None:
@@ -45,6 +46,8 @@ class Batch:
         self._slots, self._held, self._flat = slots, held, flat
         self._base = row * store._line
         self._ready = [False] * slots.shape[0]
+        self._device_slots: Any = None                       # the plan as the GPU reads it, [layers, T, orders]
+        self._events: dict[int, Any] = {}                    # layer index -> CUDA event behind its newest gather
         self._released = False
 
     def __len__(self) -> int:
@@ -160,7 +163,9 @@ class Batch:
             error = int(self._store._plan.words[self._base + p.W_ERROR])
             if error == p.TOO_LARGE:
                 return BatchTooLargeError(self._distinct_bundles(), self._store.capacity)
-            return TokenError(f"batch {self.ticket}: a token id outside the vocabulary")
+            index = int(self._store._plan.batches["bad_token"][self._row])
+            return TokenError(f"batch {self.ticket}: token {index} (lookbacks counted) is {self._flat[0][index]}: expected 0 .. "
+                              f"{self._store._vocabulary - 1} (a vocabulary of {self._store._vocabulary})")
         return self._timeout_error(index, layer, waited_s)
 
     def _distinct_bundles(self) -> int:

@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Sequence as SequenceType
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -44,6 +44,9 @@ from ssdgram.layout.files import load_token_map, resolve
 from ssdgram.layout.manifest import MANIFEST, Manifest, identity
 from ssdgram.sequence import Sequence, check_ids, flatten
 from ssdgram.stats import WAIT_BUCKETS, Stats, snapshot
+
+if TYPE_CHECKING:
+    from ssdgram._cuda import CudaSide
 
 log = logging.getLogger("ssdgram")
 PRIORITIES = {"step": s.STEP, "background": s.BACKGROUND}
@@ -103,6 +106,7 @@ class Store:
         self.notices: list[str] = []
         self._lock = threading.Lock()
         self._tickets = 0
+        self._cuda: CudaSide | None = None
         self._row_formats: dict[int, RowFormat] = {}
         self._alive: dict[int, Any] = {}                     # row -> what its addresses point into
         self._wait_counts, self._wait_us_sum, self._served_bytes = np.zeros(WAIT_BUCKETS, np.int64), 0.0, 0
@@ -114,19 +118,28 @@ class Store:
             if refused:
                 self._note(f"no O_DIRECT for {len(refused)} of {len(self._paths)} files (such as {refused[0]}): their reads go through "
                            f"the page cache, which costs memory and copies")
-            self._start(parse_size(dram, "dram"), queue)
+            self._start(parse_size(dram, "dram"), parse_size(hbm, "hbm"), queue)
         except BaseException:
             _opening.close_files(self._pairs)
             raise
 
-    def _start(self, budget: int, queue_name: str) -> None:
+    def _start(self, budget: int, hbm_budget: int, queue_name: str) -> None:
         tuning = self.tuning
+        device = None
+        if self.device != "cpu":
+            from ssdgram import _cuda
+
+            device = _cuda.checked_device(self.device)
+        elif hbm_budget > 0:
+            raise ConfigError(f"hbm={hbm_budget} bytes with device='cpu': an HBM tier needs a CUDA device")
+        hbm_slots = hbm_budget // _opening.slot_stride(self.geometry, self._selection)
         files = _opening.file_records(self.manifest, self._selection, self._pairs)
         _opening.check_first_pages(self.manifest, files, self._paths)
         chosen, _ = queues.resolve(queue_name)
         readers = tuning.readers or queues.default_readers(chosen)
         depth = tuning.depth or queues.default_depth(chosen)
-        shape = _opening.shape_of(self.geometry, self._selection, len(self._token_map), readers, depth, tuning.batches)
+        shape = _opening.shape_of(self.geometry, self._selection, len(self._token_map), readers, depth, tuning.batches,
+                                  hbm_slots)
         self._sizes = sizes(budget, shape)
         self._budget, self._line, self._stride = budget, p.batch_line(shape.layers), shape.stride
         self._gather_groups = _opening.gather_groups(self._selection)
@@ -138,6 +151,8 @@ class Store:
                           token_map=self._token_map, sizes=self._sizes, shape=shape, owner=self._owner,
                           background_depth=tuning.background_depth or max(1, readers * self._sizes.depth // 2),
                           retries=tuning.retries, spin_ns=int(tuning.spin_us * 1000), degraded_ns=int(tuning.degraded_after_s * 1e9))
+            if device is not None:
+                self._cuda = _cuda.CudaSide(self, device, hbm_slots)
             self._queue = queues.choose(queue_name, self._state, readers, self._sizes.depth, tuning.affinity)
             self.queue = self._queue.name
             self.notices.extend(self._queue.notices)
@@ -230,6 +245,8 @@ class Store:
         self._thread.join(timeout_s)
         if self._queue.join(timeout_s) and not self._thread.is_alive():
             self._queue.close()
+            if self._cuda is not None:
+                self._cuda.close()
             _opening.close_files(self._pairs)
         else:
             log.error("%s: reads are still in the drive after %g s: their memory is kept until the process ends", self.path, timeout_s)
@@ -283,22 +300,34 @@ class Store:
 
     def _submit(self, sequences: list[Sequence], priority: str, window: int, ticket: int | None = None) -> Batch:
         tokens, flags, positions = flatten(sequences, self.geometry.max_ngram)
-        check_ids(sequences, self.geometry.max_ngram, tokens, flags, self._vocabulary)
+        on_device = any(sequence.device_tokens is not None for sequence in sequences)
+        if not on_device:
+            check_ids(sequences, self.geometry.max_ngram, tokens, flags, self._vocabulary)
         layers, orders = len(self.layers), self.geometry.orders
         planned = min(window, positions) if window else positions
-        slots = np.empty((layers, planned, orders), np.int32)
+        shape = (layers, planned, orders)
         held = np.empty((layers, max(1, planned * orders)), np.int32)
+        flag, device_slots = 0, None
         with self._lock:
             self._check()
             row = self._free_row()
             if ticket is None:
                 self._tickets += 1
                 ticket = self._tickets
+            if self._cuda is None:
+                slots = np.empty(shape, np.int32)
+            else:
+                self._cuda.reclaim_buffers(row)
+                slots, device_slots = self._cuda.plan_buffer(row, shape)
+                if on_device:
+                    tokens, flag = self._cuda.tokens_to_host(sequences, self.geometry.max_ngram, tokens, row, ticket)
             self._alive[row] = (tokens, flags, slots, held)
             submit(self._plan.requests, self._plan.control, self._state.control, self._state.words, self._plan.batches,
-                   self._plan.layers, self._plan.words, self._line, row, ticket, tokens.ctypes.data, flags.ctypes.data, 0,
+                   self._plan.layers, self._plan.words, self._line, row, ticket, tokens.ctypes.data, flags.ctypes.data, flag,
                    slots.ctypes.data, held.ctypes.data, len(tokens), planned, window, PRIORITIES[priority])
-        return Batch(self, row, ticket, slots, held, (tokens, flags))
+        batch = Batch(self, row, ticket, slots, held, (tokens, flags))
+        batch._device_slots = device_slots
+        return batch
 
     def _free_row(self) -> int:
         """A free batch row; the caller holds the lock."""

@@ -1,0 +1,257 @@
+"""The CUDA side of a store: its memory registered with the driver, results as device tensors, copies into the HBM tier.
+
+    slab, words, copies   one memfd mapping, registered in chunks: the GPU reads slots and stores words at the same addresses
+    plan of a batch       pinned, read in place by the gather: no copy, no synchronisation per step
+    word of a gather      stored by the GPU behind it; the planner gives the slots back only after it arrived (hazard 1)
+
+Every kernel is loaded at open, because one that loads lazily behind a waiting stream hangs the process (design 1.6). It
+does not know the cache; it knows addresses. Nothing here runs for device="cpu".
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ssdgram import _plan_state as p
+from ssdgram import _state as s
+from ssdgram._calls import wait_for_copies
+from ssdgram.errors import ConfigError, UnavailableError
+from ssdgram.kernels.gather import SLOTS, TILES, Bundles, Gather, mark_done, mark_launch
+from ssdgram.kernels.launch import preload
+from ssdgram.kernels.promote import Promote
+
+if TYPE_CHECKING:
+    from ssdgram.batch import Batch
+    from ssdgram.sequence import Sequence
+    from ssdgram.store import Store
+
+CHUNK = 1 << 30                                              # bytes registered by one call: a multiple of every page size
+MAPPED_PORTABLE = 3                                          # cudaHostRegisterMapped | cudaHostRegisterPortable
+LEAST_BUFFER = 1 << 12
+
+
+def checked_device(name: str) -> torch.device:
+    """The CUDA device of that name; UnavailableError if this machine or this torch has none."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device={name!r}: expected 'cpu' or a CUDA device such as 'cuda:0'") from error
+    if device.type != "cuda":
+        raise ConfigError(f"device={name!r}: expected 'cpu' or a CUDA device such as 'cuda:0'")
+    if not torch.cuda.is_available():
+        raise UnavailableError(f"device={name!r}: torch {torch.__version__} sees no CUDA device; install a CUDA build of torch, "
+                               f"or open with device='cpu'")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= torch.cuda.device_count():
+        raise ConfigError(f"device={name!r}: this machine has {torch.cuda.device_count()} CUDA devices")
+    return torch.device("cuda", index)
+
+
+class Registration:
+    """A host region registered with CUDA, chunk by chunk; all of it or, with UnavailableError, none of it."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self._chunks: list[int] = []
+        runtime = torch.cuda.cudart()
+        for start in range(0, size, CHUNK):
+            length = min(CHUNK, size - start)
+            error = int(runtime.cudaHostRegister(address + start, length, MAPPED_PORTABLE))
+            if error != 0:
+                self.release()
+                raise UnavailableError(f"CUDA refused to pin bytes {start} .. {start + length} of {size} (error {error}): lower dram=, or "
+                                       f"raise the memlock limit (`ssdgram doctor`)")
+            self._chunks.append(address + start)
+
+    def release(self) -> None:
+        """Unpin. Idempotent."""
+        runtime = torch.cuda.cudart()
+        while self._chunks:
+            runtime.cudaHostUnregister(self._chunks.pop())
+
+
+class PinnedPool:
+    """Pinned buffers for plans and tokens, by size class; a buffer comes back when its batch's row is free again."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[torch.Tensor]] = {}
+        self.bytes = 0
+
+    def take(self, size: int) -> torch.Tensor:
+        """A pinned uint8 buffer of at least `size` bytes. The caller holds the store's lock."""
+        length = max(LEAST_BUFFER, 1 << (size - 1).bit_length())
+        free = self._free.setdefault(length, [])
+        if free:
+            return free.pop()
+        self.bytes += length
+        return torch.empty(length, dtype=torch.uint8, pin_memory=True)
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """Take the buffer back."""
+        self._free[len(buffer)].append(buffer)
+
+
+class CudaSide:
+    """What a store on a CUDA device has besides the arrays."""
+
+    def __init__(self, store: Store, device: torch.device, hbm_slots: int) -> None:
+        self.device = device
+        plan, state = store._plan, store._state
+        layers, rows = len(store.layers), len(plan.batches)
+        with torch.cuda.device(device):
+            self._registration = Registration(store._arena.address, store._arena.size)
+            self.slab = device_address(state.slab.ctypes.data)
+            self.hbm = torch.empty(hbm_slots * store._stride, dtype=torch.uint8, device=device)
+            self.counters = torch.zeros(rows * layers + 1, dtype=torch.int32, device=device)
+            self.words = torch.from_numpy(plan.gpu_words)
+            self.flags = torch.from_numpy(plan.token_words)
+            self.pool = PinnedPool()
+            self._buffers: dict[int, list[torch.Tensor]] = {}    # batch row -> what its addresses point into
+            self.gathers = [self._gather(store, index) for index in range(layers)]
+            self._promote = Promote(store._stride)
+            preload(device, [*(g.launch(mode, SLOTS, dtype, ticket, tile) for g in self.gathers for _, tile in TILES
+                               for mode, dtype in (("rows", torch.bfloat16), ("packed", torch.uint8)) for ticket in (1, 2)
+                               if mode == "packed" or g.bundles.encoding != "nvfp4"),
+                             self._promote.launch, mark_launch(1)])
+            self._copier = threading.Thread(target=_copy_loop, name="ssdgram-copier", daemon=True, args=(
+                plan, state, device, self._promote, self.counters[-1:], self.slab, self.hbm.data_ptr())) if hbm_slots else None
+        if self._copier is not None:
+            self._copier.start()
+
+    @staticmethod
+    def _gather(store: Store, index: int) -> Gather:
+        scales = store.manifest.global_scales
+        geometry = store.geometry
+        return Gather(Bundles(heads=store._selection.heads, dim=geometry.row_dim, code_bytes=geometry.code_bytes,
+                              scale_bytes=geometry.scale_bytes, stride=store._stride, encoding=geometry.encoding,
+                              global_scale=1.0 if scales is None else scales[store._selection.indices[index]]))
+
+    # ------------------------------------------------------------ plans and tokens in pinned memory
+
+    def reclaim_buffers(self, row: int) -> None:
+        """A batch row is used anew: its old buffers are free, for its words arrived; its words start from 0."""
+        for buffer in self._buffers.pop(row, ()):
+            self.pool.give(buffer)
+        self.words[row * len(self.gathers):(row + 1) * len(self.gathers)] = 0
+
+    def plan_buffer(self, row: int, shape: tuple[int, int, int]) -> tuple[np.ndarray, torch.Tensor]:
+        """Pinned int32 memory for a batch's slots, as NumPy and as torch see it."""
+        size = 4 * math.prod(shape)
+        buffer = self.pool.take(max(4, size))
+        self._buffers.setdefault(row, []).append(buffer)
+        slots = buffer[:size].view(torch.int32).view(shape)
+        return slots.numpy(), slots
+
+    def tokens_to_host(self, sequences: list[Sequence], n: int, flat_tokens: np.ndarray, row: int,
+                       ticket: int) -> tuple[np.ndarray, int]:
+        """Copy tokens that live on the GPU into pinned memory on the current stream, then store the ticket into the row's flag.
+
+        Returns the flat tokens and the flag's address. The caller does not wait.
+        """
+        size = 4 * len(flat_tokens)
+        buffer = self.pool.take(max(4, size))
+        self._buffers.setdefault(row, []).append(buffer)
+        host = buffer[:size].view(torch.int32)
+        host.numpy()[:] = flat_tokens
+        stop = 0
+        with torch.cuda.device(self.device):
+            for sequence in sequences:
+                stop += len(sequence.flat_tokens) - max(0, sequence.lookback_length - (n - 1))
+                if sequence.device_tokens is not None and len(sequence) > 0:
+                    ids = sequence.device_tokens.clamp(-1, 2**31 - 1).to(torch.int32)
+                    host[stop - len(sequence):stop].copy_(ids, non_blocking=True)
+            mark_done(self.flags[row:row + 1], ticket)
+        return host.numpy(), self.flags.data_ptr() + 8 * row
+
+    # ------------------------------------------------------------ results
+
+    def run(self, batch: Batch, index: int, mode: str, out: torch.Tensor | None) -> torch.Tensor:
+        """Launch the gather of a layer on the current stream and note its word; the layer is ready."""
+        store = batch._store
+        columns = len(store.columns)
+        shape = (len(batch), columns, store.dim) if mode == "rows" else (len(batch), columns, store.row_bytes)
+        dtype = torch.bfloat16 if mode == "rows" else torch.uint8
+        with torch.cuda.device(self.device):
+            result = self._output(out, shape, dtype)
+            if len(batch) > 0:
+                self._launch(batch, index, mode, result)
+        store._served_bytes += len(batch) * columns * store.row_bytes
+        return result
+
+    def _launch(self, batch: Batch, index: int, mode: str, result: torch.Tensor) -> None:
+        stream = torch.cuda.current_stream()
+        before = batch._events.get(index)
+        if before is not None:
+            stream.wait_event(before)                        # the word counts launches: they finish in order
+        place = batch._row * len(batch._ready) + index
+        record = batch._store._plan.layers[place]
+        record["word"] = self.words.data_ptr() + 8 * place
+        record["expected"] += 1
+        self.gathers[index](batch._device_slots[index], result, mode=mode, dram=self.slab, hbm=self.hbm.data_ptr(),
+                            counter=self.counters[place:place + 1], done=self.words[place:place + 1], ticket=int(record["expected"]))
+        event = torch.cuda.Event()
+        event.record(stream)
+        batch._events[index] = event
+
+    def _output(self, out: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if out is None:
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        if tuple(out.shape) != shape or out.dtype != dtype or out.device != self.device or not out.is_contiguous():
+            raise ConfigError(f"out is {out.dtype} {list(out.shape)} on {out.device}: expected a contiguous {dtype} {list(shape)} on "
+                              f"{self.device}")
+        return out
+
+    def addresses(self, batch: Batch, index: int) -> torch.Tensor:
+        """int64 [T, orders] on the device, copied asynchronously from pinned memory; 0 where nothing is served."""
+        slots = batch._slots[index].astype(np.int64)
+        stride = batch._store._stride
+        found = np.where(slots >= 0, self.slab + slots * stride, self.hbm.data_ptr() + (-2 - slots) * stride)
+        host = torch.empty(slots.shape, dtype=torch.int64, pin_memory=True)
+        host.numpy()[:] = np.where(slots == -1, 0, found)
+        return host.to(self.device, non_blocking=True)
+
+    def close(self) -> None:
+        """Unpin, after all words arrived and the threads ended."""
+        if self._copier is not None:
+            self._copier.join()
+        torch.cuda.synchronize(self.device)
+        self._registration.release()
+        self.hbm = self.counters = None  # type: ignore[assignment]
+
+
+def device_address(address: int) -> int:
+    """The address by which the current GPU reads registered host memory; the same on all systems with unified addressing."""
+    runtime = ctypes.CDLL(_loaded("libcudart"))
+    pointer = ctypes.c_void_p()
+    error = runtime.cudaHostGetDevicePointer(ctypes.byref(pointer), ctypes.c_void_p(address), 0)
+    if error != 0 or pointer.value is None:
+        raise UnavailableError(f"CUDA gives no device address for registered host memory (error {error})")
+    return pointer.value
+
+
+def _loaded(name: str) -> str:
+    """Path of the shared object `name` that torch has loaded into this process."""
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            path = line[line.find("/"):].strip() if "/" in line else ""
+            if os.path.basename(path).startswith(name):
+                return path
+    raise UnavailableError(f"{name} is not loaded: this torch was built without CUDA")
+
+
+def _copy_loop(plan: Any, state: Any, device: torch.device, promote: Promote, counter: torch.Tensor, slab: int, hbm: int) -> None:
+    """The copier's thread: launches each list of copies that the planner asks for, on a stream of low priority."""
+    pairs, done = torch.from_numpy(plan.copies), torch.from_numpy(plan.copy_word)
+    launched = 0
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device, priority=0)):
+        while int(state.control[s.STOP]) == 0:
+            requested = int(wait_for_copies(plan.control, state.control, state.words, launched, 100_000_000))
+            if requested > launched:
+                promote(pairs, int(plan.control[p.C_COPIES]), counter, done[:1], slab, hbm, requested)
+                launched = requested
