@@ -11,7 +11,7 @@ import pytest
 from queue_pages import PAGES, Rig, make_columns, running, until
 
 from ssdgram import _state as s
-from ssdgram.queues import READER_PLAIN, READER_RETURNED, _ring, probe, uring
+from ssdgram.queues import READER_PLAIN, READER_RETURNED, _flight, _ring, probe
 from ssdgram.queues._ring import Ring
 from ssdgram.queues.state import push
 
@@ -36,9 +36,9 @@ def test_struct_sizes():
     assert _ring.PARAMS.itemsize == 120
     assert (_ring.PARAMS.fields["sq"][1], _ring.PARAMS.fields["cq"][1], _ring.PARAMS.fields["features"][1]) == (40, 80, 20)
     assert (_ring.PARAMS["sq"].fields["array"][1], _ring.PARAMS["cq"].fields["cqes"][1]) == (24, 20)
-    assert uring.SLOT.itemsize == 16
-    assert uring.ARGUMENT_TIME == uring.ARGUMENT + 2         # struct io_uring_getevents_arg is three words
-    assert uring.TIME_NS == uring.TIME_S + 1
+    assert _flight.SLOT.itemsize == 16
+    assert _flight.ARGUMENT_TIME == _flight.ARGUMENT + 2         # struct io_uring_getevents_arg is three words
+    assert _flight.TIME_NS == _flight.TIME_S + 1
 
 
 @pytest.mark.parametrize("flags", _ring.flag_sets(), ids=range(len(_ring.flag_sets())))
@@ -108,7 +108,7 @@ def test_without_registration_it_reads_plainly_and_says_so(columns, monkeypatch,
 def test_registration_is_used_where_it_works(columns):
     with running(columns[0], "uring") as rig:
         assert rig.queue.notices == ()
-        assert rig.queue._own[0][uring.FIXED_FILES] == rig.queue._own[0][uring.FIXED_BUFFERS] == 1
+        assert rig.queue._own[0][_flight.FIXED_FILES] == rig.queue._own[0][_flight.FIXED_BUFFERS] == 1
 
 
 @pytest.mark.parametrize(("readers", "depth"), [(1, 1), (1, 3), (2, 300), (5, 7)])
