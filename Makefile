@@ -46,7 +46,7 @@ test-bounds: $(READY)
 
 # The suite as a container with Docker's default profile sees it: io_uring refused.
 test-denied: $(READY)
-	$(BIN)/python tools/deny_io_uring.py $(PYTEST) -q -m "not gpu and not slow" $(ARGS)
+	$(BIN)/python tests/deny_io_uring.py $(PYTEST) -q -m "not gpu and not slow" $(ARGS)
 
 test-gpu: $(READY)
 	$(PYTEST) -q -m gpu $(ARGS)

@@ -1,0 +1,1 @@
+"""Placements of other projects, measured beside ours."""
