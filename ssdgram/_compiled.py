@@ -1,7 +1,7 @@
 """Compiled code: the one way in which this package makes a GIL-free machine-code function, and the few primitives below it.
 
-``@compiled`` is Numba's ``njit`` (no GIL, C-like error model) with a disk cache whose key holds a digest of every
-compiled source of the package: Numba itself looks at the calling file only, so a change in a called file would go unseen.
+``@compiled`` is Numba's ``njit`` (no GIL, C-like error model) with a disk cache whose key holds a digest of all sources that
+the function may depend on: Numba itself looks at the calling file only, so a change in a called file would go unseen.
 The cache lives beside the sources, or, where that folder cannot be written, in the user's cache folder (with a log line).
 One process compiles at a time; others wait for it and then load.
 
@@ -14,10 +14,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import functools
 import hashlib
 import logging
 import os
 import platform
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,34 +44,55 @@ COMPILE_NOTICE_S = 2.0                                       # a compilation tha
 # ---------------------------------------------------------------- disk cache
 
 
-def _digest_of_sources() -> str:
-    """Digest of every Python file that holds compiled code (decorator named at a line's start), with the Numba version."""
-    digest = hashlib.sha256(numba.__version__.encode())
-    for path in sorted(p for p in _python_files(PACKAGE)):
-        text = path.read_bytes()
-        if b"\n@compiled" in text or b"@intrinsic" in text:
-            digest.update(str(path.relative_to(PACKAGE)).encode() + b"\0" + text)
+_IMPORT = re.compile(rb"^\s*(?:from|import)\s+(ssdgram[\w.]*)(?:\s+import\s+(\([^)]*\)|[^\n]*))?", re.MULTILINE)
+
+
+def _source_of(module: str) -> Path | None:
+    """Source file of a module of this package, if it is one."""
+    parts = module.split(".")[1:]
+    for path in (PACKAGE.joinpath(*parts).with_suffix(".py") if parts else None, PACKAGE.joinpath(*parts, "__init__.py")):
+        if path is not None and path.is_file():
+            return path
+    return None
+
+
+@functools.cache
+def _imports_of(module: str) -> tuple[bytes, frozenset[str]]:
+    """A module's source and the modules of this package that it imports anything from."""
+    path = _source_of(module)
+    text = path.read_bytes() if path is not None else b""
+    found = set()
+    for match in _IMPORT.finditer(text):
+        base = match[1].decode()
+        names = re.findall(r"[\w]+", re.sub(r" as \w+", "", (match[2] or b"").decode()))
+        found |= {f"{base}.{name}" for name in names if _source_of(f"{base}.{name}")} or {base}
+    return text, frozenset(found - {"ssdgram"})
+
+
+@functools.cache
+def stamp_of(module: str) -> str:
+    """Digest of the sources that compiled code of `module` may depend on: its own and, transitively, those it imports."""
+    seen, todo = set(), [module]
+    while todo:
+        name = todo.pop()
+        if name not in seen:
+            seen.add(name)
+            todo.extend(_imports_of(name)[1])
+    digest = hashlib.sha256(f"{numba.__version__} {np.__version__}".encode())
+    for name in sorted(seen):
+        digest.update(name.encode() + b"\0" + _imports_of(name)[0])
     return digest.hexdigest()[:16]
-
-
-def _python_files(folder: Path) -> Iterator[Path]:
-    for root, folders, files in os.walk(folder, followlinks=True):
-        folders[:] = [name for name in folders if name != "__pycache__"]
-        for name in files:
-            if name.endswith(".py"):
-                yield Path(root, name)
 
 
 def _cache_folder() -> Path:
     """The folder of this build's compiled code: beside the sources if it can be written, else the user's cache."""
-    stamp = f"ssdgram-{_digest_of_sources()}"
     chosen = os.environ.get("SSDGRAM_CACHE_DIR")
     if chosen:
-        return Path(chosen, stamp)
-    beside = PACKAGE / "__pycache__" / stamp
+        return Path(chosen, "ssdgram")
+    beside = PACKAGE / "__pycache__" / "compiled"
     if _writable(beside):
         return beside
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ssdgram" / stamp
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ssdgram"
     if _writable(home):
         log.info("compiled code is kept in %s, because %s cannot be written", home, beside.parent)
         return home
@@ -94,17 +117,25 @@ def _writable(folder: Path) -> bool:
 CACHE_FOLDER = _cache_folder()
 
 
+def _file_stamp(path: str) -> str:
+    """Stamp of compiled code outside the package (tests, scripts): its file, and all that it may import of us."""
+    own = Path(path).read_bytes() if os.path.isfile(path) else os.urandom(16)
+    ours = sorted({match[1].decode() for match in _IMPORT.finditer(own)})
+    return hashlib.sha256(own + "".join(stamp_of(name) for name in ours).encode()).hexdigest()[:16]
+
+
 class _Locator(caching._CacheLocator):
-    """Puts every function's cache into CACHE_FOLDER; freshness is the folder's name, so the stamp is constant."""
+    """Puts every function's cache into CACHE_FOLDER, under a name that tells its sources, so that nothing in it goes stale."""
 
     def __init__(self, py_func: Any, py_file: str) -> None:
-        self._name = f"{py_func.__module__}.{py_func.__qualname__}"
+        self._stamp = stamp_of(py_func.__module__) if py_func.__module__.startswith("ssdgram.") else _file_stamp(py_file)
+        self._name = f"{py_func.__module__}.{py_func.__qualname__} {self._stamp}"
 
     def get_cache_path(self) -> str:
         return str(CACHE_FOLDER)
 
     def get_source_stamp(self) -> str:
-        return CACHE_FOLDER.name
+        return self._stamp
 
     def get_disambiguator(self) -> str:
         return hashlib.sha256(self._name.encode()).hexdigest()[:10]

@@ -30,7 +30,7 @@ from ssdgram.cache.directory import mix, prefetch_set, probe, set_of
 from ssdgram.cache.policy import touch
 from ssdgram.cache.sketch import frequency, prefetch_sketch, record_access
 from ssdgram.kernels.hash import check_tokens, ngram_keys
-from ssdgram.queues import wake_readers
+from ssdgram.queues._handoff import wake_readers
 
 SLICE = 64                                                   # positions planned without looking up: 64 x 6 probes are about 50 us
 BLOCK = 16                                                   # positions whose sets are asked for together
