@@ -173,6 +173,12 @@ def compiled_lean(function: F) -> F:
     return _cached(numba.njit(nogil=True, error_model="numpy", _nrt=False)(function))
 
 
+def compiled_inner(function: F) -> F:
+    """As `compiled_lean`, for functions called from compiled code only: no entry from Python is made, which would take longer
+    to compile than the function itself when its arguments are tuples of dozens of arrays."""
+    return _cached(numba.njit(nogil=True, error_model="numpy", _nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)(function))
+
+
 def _cached(dispatcher: Any) -> Any:
     dispatcher._cache = _Cache(dispatcher.py_func)
     return dispatcher

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from ssdgram._compiled import address_of, compiled_lean, copy_bytes, load_u32
+from ssdgram._compiled import address_of, compiled_inner, copy_bytes, load_u32
 from ssdgram._state import (P_CODE_BYTES, P_GENERATION, P_ROWS_PER_PAGE, P_SCALE_BYTES, P_SLOT_STRIDE, READ_CHECK, READ_OK)
 from ssdgram.layout.page import TRAILER, row_crc
 
 
-@compiled_lean
+@compiled_inner
 def deliver(state, index, page):  # type: ignore[no-untyped-def]
     """Check and place the targets of page record `index`, whose 4096 bytes are at address `page`. READ_OK or READ_CHECK.
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ssdgram._compiled import atomic_exchange, atomic_load, atomic_store, compiled_lean
+from ssdgram._compiled import atomic_exchange, atomic_load, atomic_store, compiled_inner, compiled_lean
 from ssdgram._plan_state import (C_BUILDING, C_ISSUED, C_PAGES, PP_BUCKETS, PP_STEP_PAGES, S_FAILED_ROWS, S_MERGED, S_PROMOTED, S_READS,
                                  SLOT_READING)
 from ssdgram._slots import row_placed
@@ -37,14 +37,14 @@ def free_all(control, pages, targets, buckets):  # type: ignore[no-untyped-def]
     control[BACKGROUND_PAGES] = 0
 
 
-@compiled_lean
+@compiled_inner
 def bucket_of(file, number, buckets):  # type: ignore[no-untyped-def]
     """Chain of (file, page): a multiplicative hash, `buckets` a power of two."""
     h = (np.uint64(number) * np.uint64(64) + np.uint64(file)) * np.uint64(0x9E3779B97F4A7C15)
     return np.int64((h >> np.uint64(32)) & np.uint64(buckets - 1))
 
 
-@compiled_lean
+@compiled_inner
 def want_row(plan, state, file, row, slot, ticket, priority):  # type: ignore[no-untyped-def]
     """Add (file, row) -> slot to the page reads. There is a free record and a free target. Pages added: 0 or 1."""
     control, pages, targets = plan.control, state.pages, state.targets
@@ -87,7 +87,7 @@ def want_row(plan, state, file, row, slot, ticket, priority):  # type: ignore[no
     return 1
 
 
-@compiled_lean
+@compiled_inner
 def expand_bundle(plan, state, slot, ticket, priority):  # type: ignore[no-untyped-def]
     """Make the page reads of a RESERVED bundle; it is READING after. Pages added, -1: too few free records (nothing changed)."""
     slots, files = plan.slots, state.files
@@ -108,7 +108,7 @@ def expand_bundle(plan, state, slot, ticket, priority):  # type: ignore[no-untyp
     return pages
 
 
-@compiled_lean
+@compiled_inner
 def push_pages(plan, state, priority, most):  # type: ignore[no-untyped-def]
     """Push up to `most` of the records built for a class, in the order of their making. How many."""
     control, pages = plan.control, state.pages
@@ -125,7 +125,7 @@ def push_pages(plan, state, priority, most):  # type: ignore[no-untyped-def]
     return pushed
 
 
-@compiled_lean
+@compiled_inner
 def ring_has_room(state, priority):  # type: ignore[no-untyped-def]
     """Whether the ring of a class takes one more entry."""
     if priority == STEP:
@@ -135,7 +135,7 @@ def ring_has_room(state, priority):  # type: ignore[no-untyped-def]
     return used < state.params[P_RING_CAPACITY]
 
 
-@compiled_lean
+@compiled_inner
 def push_page(state, page):  # type: ignore[no-untyped-def]
     """Push one record into the ring of its class; False if that is full of entries that nobody has looked at yet."""
     priority = state.pages[page].priority
@@ -155,7 +155,7 @@ def push_page(state, page):  # type: ignore[no-untyped-def]
     return True
 
 
-@compiled_lean
+@compiled_inner
 def promote_page(plan, state, page):  # type: ignore[no-untyped-def]
     """Move a background record that no reader has taken yet to the step class. Whether it could be.
 
@@ -173,7 +173,7 @@ def promote_page(plan, state, page):  # type: ignore[no-untyped-def]
     return True
 
 
-@compiled_lean
+@compiled_inner
 def promote(plan, state, slot):  # type: ignore[no-untyped-def]
     """A step batch joins a bundle whose background reads may still be queued: let them go first. Records moved."""
     slots, files = plan.slots, state.files
@@ -192,7 +192,7 @@ def promote(plan, state, slot):  # type: ignore[no-untyped-def]
     return moved
 
 
-@compiled_lean
+@compiled_inner
 def settle_page(plan, state, page):  # type: ignore[no-untyped-def]
     """A reader is done with the record: tell the slots of its targets, then free it and them."""
     control, pages, targets, slots = plan.control, state.pages, state.targets, plan.slots

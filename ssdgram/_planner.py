@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ssdgram._compiled import (address_of, atomic_add, atomic_exchange, atomic_load, atomic_load_at, atomic_store, compiled_lean, fence, futex_wait,
+from ssdgram._compiled import (address_of, atomic_add, atomic_exchange, atomic_load, atomic_load_at, atomic_store, compiled_inner,
+                               compiled_lean, fence, futex_wait,
                                futex_wake, now_ns, prefetch, view_i32, view_u8)
 from ssdgram._pages import expand_bundle, promote, push_pages, settle_page
 from ssdgram._plan_state import (AWAITING, BAD_TOKEN, C_ACTIVE, C_BUILDING, C_COPIES, C_COPY_REQUESTED, C_COPYING, C_GIVEN, C_HBM_FREE, C_HBM_HAND,
@@ -50,19 +51,19 @@ BLOCKED, MORE, LAYER_DONE, ALL_DONE = range(4)
 # ---------------------------------------------------------------- batches: queues, stages, words
 
 
-@compiled_lean
+@compiled_inner
 def set_stage(plan, b, stage):  # type: ignore[no-untyped-def]
     """Publish a batch's stage."""
     atomic_store(plan.words, b * plan.params[PP_BATCH_LINE] + W_STAGE, np.int32(stage))
 
 
-@compiled_lean
+@compiled_inner
 def stage_of(plan, b):  # type: ignore[no-untyped-def]
     """A batch's stage."""
     return plan.words[b * plan.params[PP_BATCH_LINE] + W_STAGE]
 
 
-@compiled_lean
+@compiled_inner
 def ring_bell(plan, b):  # type: ignore[no-untyped-def]
     """Something about batch b changed: wake those who wait for it."""
     line = b * plan.params[PP_BATCH_LINE]
@@ -72,7 +73,7 @@ def ring_bell(plan, b):  # type: ignore[no-untyped-def]
         futex_wake(plan.words, line + W_SEQUENCE, 1 << 30)
 
 
-@compiled_lean
+@compiled_inner
 def enqueue(plan, b):  # type: ignore[no-untyped-def]
     """Append the batch to the queue of its class."""
     queue = C_QUEUES + 2 * plan.batches[b].priority
@@ -85,7 +86,7 @@ def enqueue(plan, b):  # type: ignore[no-untyped-def]
     set_stage(plan, b, QUEUED)
 
 
-@compiled_lean
+@compiled_inner
 def dequeue(plan, b):  # type: ignore[no-untyped-def]
     """Take the batch out of the queue of its class, wherever it stands in it."""
     queue = C_QUEUES + 2 * plan.batches[b].priority
@@ -101,13 +102,13 @@ def dequeue(plan, b):  # type: ignore[no-untyped-def]
         plan.control[queue + 1] = before
 
 
-@compiled_lean
+@compiled_inner
 def in_queue(stage):  # type: ignore[no-untyped-def]
     """Whether a batch of this stage stands in the queue of its class."""
     return stage == QUEUED or stage == PLANNING or stage == EXPANDING
 
 
-@compiled_lean
+@compiled_inner
 def reset_plan(plan, b, cursor):  # type: ignore[no-untyped-def]
     """The batch holds nothing; its plan begins (again) at flat token `cursor`."""
     layers = plan.params[PP_LAYERS]
@@ -124,7 +125,7 @@ def reset_plan(plan, b, cursor):  # type: ignore[no-untyped-def]
         plan.layers[b * layers + layer].failed_slot = -1
 
 
-@compiled_lean
+@compiled_inner
 def take_requests(plan):  # type: ignore[no-untyped-def]
     """New batches into their queues, releases into unwinding. How many."""
     control, mask = plan.control, plan.params[PP_REQUESTS] - 1
@@ -148,13 +149,13 @@ def take_requests(plan):  # type: ignore[no-untyped-def]
     return count
 
 
-@compiled_lean
+@compiled_inner
 def tokens_arrived(plan, b):  # type: ignore[no-untyped-def]
     """Whether the batch's tokens are in its memory (those from a GPU come later)."""
     return plan.batches[b].flag == 0 or atomic_load_at(plan.batches[b].flag) == plan.batches[b].ticket
 
 
-@compiled_lean
+@compiled_inner
 def admit_tokens(plan, b):  # type: ignore[no-untyped-def]
     """Queue an AWAITING batch if its tokens are there and are tokens. Whether it left AWAITING."""
     batch = plan.batches[b]
@@ -172,7 +173,7 @@ def admit_tokens(plan, b):  # type: ignore[no-untyped-def]
     return True
 
 
-@compiled_lean
+@compiled_inner
 def release(plan, b):  # type: ignore[no-untyped-def]
     """Nobody wants the batch any more: leave its queue and unwind. A second release changes nothing."""
     stage = stage_of(plan, b)
@@ -187,7 +188,7 @@ def release(plan, b):  # type: ignore[no-untyped-def]
         unwind_from_start(plan, b)
 
 
-@compiled_lean
+@compiled_inner
 def unwind_from_start(plan, b):  # type: ignore[no-untyped-def]
     """Begin to drop the batch's references."""
     plan.batches[b].layer = 0
@@ -198,7 +199,7 @@ def unwind_from_start(plan, b):  # type: ignore[no-untyped-def]
 # ---------------------------------------------------------------- planning
 
 
-@compiled_lean
+@compiled_inner
 def find_slot(plan, set_index, x, group):  # type: ignore[no-untyped-def]
     """Slot of the bundle, or -1; a hit in the directory is made known to the policy."""
     way = probe(plan.directory, set_index, x, group)
@@ -210,7 +211,7 @@ def find_slot(plan, set_index, x, group):  # type: ignore[no-untyped-def]
     return np.int64(-1)
 
 
-@compiled_lean
+@compiled_inner
 def look_up_block(plan, first, count):  # type: ignore[no-untyped-def]
     """Ask for the sets of `count` positions' keys, then probe them: slot or -1 (absent), -2 (not served here) into `found`."""
     groups = plan.groups.shape[0]
@@ -238,7 +239,7 @@ def look_up_block(plan, first, count):  # type: ignore[no-untyped-def]
             k += 1
 
 
-@compiled_lean
+@compiled_inner
 def slot_for(plan, b, k, x, group, order):  # type: ignore[no-untyped-def]
     """The slot that the look-up found, or a new one for a bundle that is absent; -1: none to be had."""
     slots, slot = plan.slots, np.int64(plan.found[k])
@@ -256,7 +257,7 @@ def slot_for(plan, b, k, x, group, order):  # type: ignore[no-untyped-def]
     return slot
 
 
-@compiled_lean
+@compiled_inner
 def consider_copy(plan, slot, order):  # type: ignore[no-untyped-def]
     """A hit of a store with an HBM tier: count it there, or note the bundle as wanted there if it is hot enough."""
     control, slots = plan.control, plan.slots
@@ -270,7 +271,7 @@ def consider_copy(plan, slot, order):  # type: ignore[no-untyped-def]
             control[C_WANTED] += 1
 
 
-@compiled_lean
+@compiled_inner
 def hold(plan, state, b, slot, layer, order, held):  # type: ignore[no-untyped-def]
     """Count the batch among the users of the slot, once, and list the slot. Joining a read of the other class may speed it up."""
     slots, batches = plan.slots, plan.batches
@@ -299,7 +300,7 @@ def hold(plan, state, b, slot, layer, order, held):  # type: ignore[no-untyped-d
             promote(plan, state, slot)
 
 
-@compiled_lean
+@compiled_inner
 def settle_block(plan, state, b, first, block, out, held):  # type: ignore[no-untyped-def]
     """Give each of the looked-up keys its slot, in `out`, and count the batch among its users. False: no slot to be had."""
     groups, k = plan.groups.shape[0], 0
@@ -320,7 +321,7 @@ def settle_block(plan, state, b, first, block, out, held):  # type: ignore[no-un
     return True
 
 
-@compiled_lean
+@compiled_inner
 def plan_slice(plan, state, b):  # type: ignore[no-untyped-def]
     """Plan the next SLICE flat tokens of the batch. False: no slot was to be had, the batch must give back what it holds."""
     batch, groups, orders = plan.batches[b], plan.groups.shape[0], plan.params[PP_ORDERS]
@@ -345,7 +346,7 @@ def plan_slice(plan, state, b):  # type: ignore[no-untyped-def]
     return True
 
 
-@compiled_lean
+@compiled_inner
 def expand_slice(plan, state, b):  # type: ignore[no-untyped-def]
     """Make the page reads of the next bundles of one layer that the batch holds and nobody reads yet: BLOCKED (no free
     records), MORE, LAYER_DONE or ALL_DONE."""
@@ -371,7 +372,7 @@ def expand_slice(plan, state, b):  # type: ignore[no-untyped-def]
     return ALL_DONE if batch.layer == layers else LAYER_DONE
 
 
-@compiled_lean
+@compiled_inner
 def starve(plan, b):  # type: ignore[no-untyped-def]
     """No slot was to be had. Alone with its slots, the batch is too large; else it gives all back and tries again later."""
     line = b * plan.params[PP_BATCH_LINE]
@@ -390,13 +391,13 @@ def starve(plan, b):  # type: ignore[no-untyped-def]
         unwind_from_start(plan, other)
 
 
-@compiled_lean
+@compiled_inner
 def must_wait_for_slots(plan, b):  # type: ignore[no-untyped-def]
     """Whether the batch starved and nothing was given back since."""
     return plan.words[b * plan.params[PP_BATCH_LINE] + W_STARVED] != 0 and plan.batches[b].given == plan.control[C_GIVEN]
 
 
-@compiled_lean
+@compiled_inner
 def advance_head(plan, state, b):  # type: ignore[no-untyped-def]
     """One slice of work on the batch at the head of its queue. Whether there was any to do."""
     if stage_of(plan, b) == QUEUED:
@@ -426,14 +427,14 @@ def advance_head(plan, state, b):  # type: ignore[no-untyped-def]
     return outcome != BLOCKED
 
 
-@compiled_lean
+@compiled_inner
 def window_is_planned(plan, b):  # type: ignore[no-untyped-def]
     """Whether the plan reached the end of the batch, or of its present window."""
     batch = plan.batches[b]
     return batch.cursor >= batch.flat or (batch.window > 0 and batch.cursor >= batch.start + batch.window)
 
 
-@compiled_lean
+@compiled_inner
 def nothing_to_read(plan, b):  # type: ignore[no-untyped-def]
     """Whether every bundle of the batch was ready when it was planned."""
     layers = plan.params[PP_LAYERS]
@@ -443,7 +444,7 @@ def nothing_to_read(plan, b):  # type: ignore[no-untyped-def]
     return True
 
 
-@compiled_lean
+@compiled_inner
 def finish_expanding(plan, b):  # type: ignore[no-untyped-def]
     """All page reads are made: leave the queue, wait for the rows."""
     dequeue(plan, b)
@@ -454,7 +455,7 @@ def finish_expanding(plan, b):  # type: ignore[no-untyped-def]
 # ---------------------------------------------------------------- completion
 
 
-@compiled_lean
+@compiled_inner
 def publish_layers(plan, b):  # type: ignore[no-untyped-def]
     """Move each layer's cursor over the slots that are ready; publish the layers whose cursor is at its end."""
     batch, layers, line = plan.batches[b], plan.params[PP_LAYERS], b * plan.params[PP_BATCH_LINE]
@@ -484,7 +485,7 @@ def publish_layers(plan, b):  # type: ignore[no-untyped-def]
         finish_batch(plan, b)
 
 
-@compiled_lean
+@compiled_inner
 def finish_batch(plan, b):  # type: ignore[no-untyped-def]
     """Every layer is published. A windowed batch gives its slots back at once and goes on with its next window."""
     batch = plan.batches[b]
@@ -501,7 +502,7 @@ def finish_batch(plan, b):  # type: ignore[no-untyped-def]
         unwind_from_start(plan, b)
 
 
-@compiled_lean
+@compiled_inner
 def unwind_slice(plan, b):  # type: ignore[no-untyped-def]
     """Drop the next references of the batch; after the last it waits for GPU words, goes on with a window, or queues again."""
     batch, layers = plan.batches[b], plan.params[PP_LAYERS]
@@ -525,7 +526,7 @@ def unwind_slice(plan, b):  # type: ignore[no-untyped-def]
     return True
 
 
-@compiled_lean
+@compiled_inner
 def after_unwinding(plan, b):  # type: ignore[no-untyped-def]
     """The batch holds nothing: free it, or let it plan (its next window, or from the start if it had starved)."""
     batch, layers, line = plan.batches[b], plan.params[PP_LAYERS], b * plan.params[PP_BATCH_LINE]
@@ -546,7 +547,7 @@ def after_unwinding(plan, b):  # type: ignore[no-untyped-def]
     enqueue_again(plan, b)
 
 
-@compiled_lean
+@compiled_inner
 def enqueue_again(plan, b):  # type: ignore[no-untyped-def]
     """A starved batch goes back to the head of its queue (first come, first served); a windowed one to its end."""
     queue = C_QUEUES + 2 * plan.batches[b].priority
@@ -558,7 +559,7 @@ def enqueue_again(plan, b):  # type: ignore[no-untyped-def]
     set_stage(plan, b, QUEUED)
 
 
-@compiled_lean
+@compiled_inner
 def words_arrived(plan, b):  # type: ignore[no-untyped-def]
     """Whether the GPU is done with everything that it does for the batch: its tokens, and the gathers that read its slots."""
     layers = plan.params[PP_LAYERS]
@@ -571,7 +572,7 @@ def words_arrived(plan, b):  # type: ignore[no-untyped-def]
     return True
 
 
-@compiled_lean
+@compiled_inner
 def free_batch(plan, b):  # type: ignore[no-untyped-def]
     """Take the batch out of the active list; its row may be used again."""
     control = plan.control
@@ -585,7 +586,7 @@ def free_batch(plan, b):  # type: ignore[no-untyped-def]
     ring_bell(plan, b)
 
 
-@compiled_lean
+@compiled_inner
 def settle_reads(plan, state, most):  # type: ignore[no-untyped-def]
     """Settle up to `most` page records that readers are done with, a share from each reader. How many."""
     capacity, count = state.params[P_DONE_CAPACITY], 0
@@ -601,7 +602,7 @@ def settle_reads(plan, state, most):  # type: ignore[no-untyped-def]
     return count
 
 
-@compiled_lean
+@compiled_inner
 def tend_batches(plan, settled):  # type: ignore[no-untyped-def]
     """Publish what became ready, unwind what is to be unwound. (slices of work done, batches that wait for the GPU)."""
     work, waiting_for_gpu, k = 0, 0, 0
@@ -628,7 +629,7 @@ def tend_batches(plan, settled):  # type: ignore[no-untyped-def]
 # ---------------------------------------------------------------- the HBM tier
 
 
-@compiled_lean
+@compiled_inner
 def hbm_slot_for(plan, slot):  # type: ignore[no-untyped-def]
     """A slot of the HBM tier for a hot bundle: a free one, or that of a bundle that is less hot and that no batch uses; -1."""
     control, hbm, slots = plan.control, plan.hbm, plan.slots
@@ -647,7 +648,7 @@ def hbm_slot_for(plan, slot):  # type: ignore[no-untyped-def]
     return copy
 
 
-@compiled_lean
+@compiled_inner
 def request_copies(plan):  # type: ignore[no-untyped-def]
     """Turn the wanted bundles into a list of copies and hand it to the copier. How many."""
     control, slots, hbm = plan.control, plan.slots, plan.hbm
@@ -673,7 +674,7 @@ def request_copies(plan):  # type: ignore[no-untyped-def]
     return count
 
 
-@compiled_lean
+@compiled_inner
 def finish_copies(plan):  # type: ignore[no-untyped-def]
     """The GPU made the copies: publish them."""
     control, slots, hbm = plan.control, plan.slots, plan.hbm
@@ -684,7 +685,7 @@ def finish_copies(plan):  # type: ignore[no-untyped-def]
     control[C_COPIES] = control[C_COPYING] = 0
 
 
-@compiled_lean
+@compiled_inner
 def tend_hbm(plan, state):  # type: ignore[no-untyped-def]
     """Publish copies that are made, ask for those that are wanted. (slices of work, 1 if the GPU is awaited)."""
     control = plan.control
@@ -704,7 +705,7 @@ def tend_hbm(plan, state):  # type: ignore[no-untyped-def]
 # ---------------------------------------------------------------- the drive's health, sleeping, the loop
 
 
-@compiled_lean
+@compiled_inner
 def oldest_read_ns(state):  # type: ignore[no-untyped-def]
     """When the oldest read in any drive was submitted, 0: none is under way."""
     oldest = np.int64(0)
@@ -715,7 +716,7 @@ def oldest_read_ns(state):  # type: ignore[no-untyped-def]
     return oldest
 
 
-@compiled_lean
+@compiled_inner
 def look_at_drive(plan, state, now):  # type: ignore[no-untyped-def]
     """DEGRADED while a read is under way for longer than it may be; SERVING again when that is over. Whether any is."""
     oldest = oldest_read_ns(state)
@@ -730,7 +731,7 @@ def look_at_drive(plan, state, now):  # type: ignore[no-untyped-def]
     return oldest > 0
 
 
-@compiled_lean
+@compiled_inner
 def nothing_arrived(plan, state):  # type: ignore[no-untyped-def]
     """Whether request ring and done rings are empty."""
     if atomic_load(plan.control, C_REQUEST_TAIL) != plan.control[C_REQUEST_HEAD]:
@@ -742,7 +743,7 @@ def nothing_arrived(plan, state):  # type: ignore[no-untyped-def]
     return True
 
 
-@compiled_lean
+@compiled_inner
 def sleep(plan, state, longest_ns):  # type: ignore[no-untyped-def]
     """Sleep until somebody rings, or for `longest_ns` (< 0: no limit)."""
     word = state.words[PLANNER_WORD]
@@ -754,7 +755,7 @@ def sleep(plan, state, longest_ns):  # type: ignore[no-untyped-def]
     atomic_store(state.control, PLANNER_ASLEEP, np.int64(0))
 
 
-@compiled_lean
+@compiled_inner
 def work_on_heads(plan, state):  # type: ignore[no-untyped-def]
     """A slice on the step queue's head, or, when there is none, on the background queue's. Slices of work done.
 
@@ -769,7 +770,7 @@ def work_on_heads(plan, state):  # type: ignore[no-untyped-def]
     return work
 
 
-@compiled_lean
+@compiled_inner
 def push_built_pages(plan, state):  # type: ignore[no-untyped-def]
     """Hand records to the readers once their layer is complete (until then more rows may join them). Slices of work done."""
     control, work = plan.control, 0

@@ -7,7 +7,7 @@ the free list only when nothing refers to it, and C_IDLE counts the READY ones o
 
 from __future__ import annotations
 
-from ssdgram._compiled import compiled_lean
+from ssdgram._compiled import compiled_inner, compiled_lean
 from ssdgram._plan_state import (C_FREE, C_GIVEN, C_HAND, C_HBM_FREE, C_IDLE, C_OVERFLOW, IN_DIRECTORY, IN_OVERFLOW, NO_COPY, NOWHERE, S_EVICTIONS, S_RECLAIMS,
                                  SLOT_FAILED, SLOT_FREE, SLOT_READY, SLOT_RESERVED)
 from ssdgram.cache import directory as cache_directory
@@ -41,7 +41,7 @@ def free_hbm_slots(control, hbm):  # type: ignore[no-untyped-def]
     control[C_HBM_FREE] = 0 if hbm.shape[0] > 0 else -1
 
 
-@compiled_lean
+@compiled_inner
 def drop_copy(control, slots, hbm, slot):  # type: ignore[no-untyped-def]
     """Give up the HBM copy of the slot's bundle, which no batch uses."""
     copy = slots[slot].hbm
@@ -52,7 +52,7 @@ def drop_copy(control, slots, hbm, slot):  # type: ignore[no-untyped-def]
         control[C_HBM_FREE] = copy
 
 
-@compiled_lean
+@compiled_inner
 def give_back(control, slots, hbm, slot):  # type: ignore[no-untyped-def]
     """Slot to the free list, and its copy's. Nothing refers to it any more."""
     drop_copy(control, slots, hbm, slot)
@@ -64,7 +64,7 @@ def give_back(control, slots, hbm, slot):  # type: ignore[no-untyped-def]
     control[C_FREE + 1] += 1
 
 
-@compiled_lean
+@compiled_inner
 def reclaim(control, stats, directory, sketch, slots, hbm):  # type: ignore[no-untyped-def]
     """Evict one bundle that no batch uses, the least useful one of the next set that has any. Whether there was one."""
     sets = directory.shape[0]
@@ -89,7 +89,7 @@ def reclaim(control, stats, directory, sketch, slots, hbm):  # type: ignore[no-u
     return False
 
 
-@compiled_lean
+@compiled_inner
 def pushed_out(control, stats, slots, hbm, overflow, slot):  # type: ignore[no-untyped-def]
     """The policy took this slot's bundle out of the directory: free it, or keep it findable while it is in use."""
     stats[S_EVICTIONS] += 1
@@ -102,7 +102,7 @@ def pushed_out(control, stats, slots, hbm, overflow, slot):  # type: ignore[no-u
         control[C_OVERFLOW] += 1
 
 
-@compiled_lean
+@compiled_inner
 def take(control, stats, directory, sketch, slots, hbm, overflow, s, x, group, priority):  # type: ignore[no-untyped-def]
     """A RESERVED slot for the bundle (x, group), which set `s` does not have; entered into the directory. -1: none to be had."""
     if control[C_FREE + 1] == 0 and not reclaim(control, stats, directory, sketch, slots, hbm):
@@ -125,7 +125,7 @@ def take(control, stats, directory, sketch, slots, hbm, overflow, s, x, group, p
     return slot
 
 
-@compiled_lean
+@compiled_inner
 def forget(control, directory, slots, overflow, slot):  # type: ignore[no-untyped-def]
     """Take the slot's bundle out of directory or overflow table, so that the next batch that wants it reads it anew."""
     if slots[slot].where == IN_DIRECTORY:
@@ -139,7 +139,7 @@ def forget(control, directory, slots, overflow, slot):  # type: ignore[no-untype
     slots[slot].where = NOWHERE
 
 
-@compiled_lean
+@compiled_inner
 def drop_reference(control, directory, slots, hbm, overflow, slot):  # type: ignore[no-untyped-def]
     """One user less. The last one leaves the bundle to the directory if that has it whole, else gives the slot back."""
     slots[slot].refs -= 1
@@ -153,7 +153,7 @@ def drop_reference(control, directory, slots, hbm, overflow, slot):  # type: ign
     give_back(control, slots, hbm, slot)
 
 
-@compiled_lean
+@compiled_inner
 def row_placed(control, directory, slots, hbm, overflow, slot):  # type: ignore[no-untyped-def]
     """One of the slot's rows is in place, or failed for good. The last one makes the bundle READY, or FAILED and forgotten."""
     slots[slot].pending -= 1
