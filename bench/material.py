@@ -1,0 +1,88 @@
+"""What serving is measured on: made-up stores of a wanted size, real text as tokens, random tokens.
+
+    folder/checkpoint-V, folder/store-V      made once and kept until `discard`; V = rows of a column, about
+    folder/text-KIND.npz                     a token trace, with the digest of its text
+
+The geometry is the real one (2 layers, 3 orders, 8 heads, 264-byte rows); only the columns are shorter. It measures nothing.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import numpy as np
+
+import ssdgram
+from ssdgram.errors import NoSpaceError
+from ssdgram.tools.text import documents
+from ssdgram.tools.trace import TokenTrace, build
+
+COLUMNS, ROW_BYTES, ROWS_PER_PAGE = 48, 264, 15
+
+
+@dataclass(frozen=True)
+class Material:
+    """A checkpoint and the store converted from it."""
+
+    checkpoint: Path
+    out: Path
+
+    @property
+    def tokenizer(self) -> Path:
+        """Its tokenizer.json."""
+        return self.checkpoint / "tokenizer.json"
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the checkpoint's files."""
+        return sum(path.stat().st_size for path in self.checkpoint.iterdir())
+
+
+def make(folder: Path, vocab_size: int) -> Material:
+    """Synthesise and convert, unless both are there. NoSpaceError before anything is written."""
+    material = Material(folder / f"checkpoint-{vocab_size}", folder / f"store-{vocab_size}")
+    if not (material.checkpoint / "config.json").exists():
+        need = int(1.05 * COLUMNS * vocab_size * (ROW_BYTES + 4096 / ROWS_PER_PAGE))
+        folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder).free
+        if free < need:
+            raise NoSpaceError(f"{folder}: checkpoint and store take {need / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free: "
+                               f"give --folder another place, or a smaller --rows")
+        click.echo(f"making a checkpoint of {vocab_size:,} rows a column")
+        ssdgram.synthesize(material.checkpoint, vocab_size)
+    if not (material.out / "manifest.json").exists():
+        click.echo("converting it")
+        ssdgram.convert(material.checkpoint, material.out)
+    return material
+
+
+def text(folder: Path, kind: str, tokenizer: Path, limit: int) -> TokenTrace:
+    """`limit` tokens of text that machines have on disk ("code" or "prose"), from `folder` if they were made before."""
+    path = folder / f"text-{kind}.npz"
+    if path.exists():
+        trace = TokenTrace.load(path)
+        if len(trace.tokens) >= limit:
+            return trace
+    trace = build(tokenizer, documents(kind), limit)
+    trace.save(path)
+    return trace
+
+
+def chunks(tokens: np.ndarray, length: int) -> list[np.ndarray]:
+    """Consecutive pieces of exactly `length` tokens."""
+    return [tokens[start:start + length] for start in range(0, len(tokens) - length + 1, length)]
+
+
+def random_tokens(random: np.random.Generator, vocab_size: int, count: int) -> np.ndarray:
+    """int32 [count]: any ids; practically all their n-grams are new."""
+    return random.integers(3, vocab_size, count).astype(np.int32)
+
+
+def discard(*materials: Material) -> None:
+    """Delete checkpoints and stores."""
+    for material in materials:
+        shutil.rmtree(material.checkpoint, ignore_errors=True)
+        shutil.rmtree(material.out, ignore_errors=True)
