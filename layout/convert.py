@@ -1,6 +1,6 @@
 """Conversion of a checkpoint's n-gram tables into a store (design section 4): `convert(ckpt, out)`.
 
-    headers -> room? -> lock -> generation -> journal -> token map -> columns (blocks) -> manifest -> journal removed
+    headers -> room? -> lock -> generation -> journal -> columns (blocks), token map beside -> manifest -> journal removed
 
 Finished columns are journaled and never rewritten; a second run on a finished store writes nothing. The manifest is the last
 thing written, so until then nobody can open the store. The result depends on the source alone: not on jobs, kills or resumes.
@@ -15,6 +15,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from ssdgram.errors import ConversionError, FormatError, IdentityError, ManifestError, NoSpaceError, SSDGramError
@@ -51,6 +52,7 @@ def convert(ckpt: str | os.PathLike[str], out: str | os.PathLike[str], stripe: S
     try:
         plan = _Plan(checkpoint, out, _stripes(out, stripe))
         plan.check_room()
+        plan.check_tokenizer()
         for folder in () if (out / MANIFEST).exists() else (out, *plan.roots):
             folder.mkdir(parents=True, exist_ok=True)
         with Shards() as shards, _locked([out, *plan.roots]):
@@ -98,6 +100,14 @@ class _Plan:
                 raise NoSpaceError(f"{folders[device]}: {_bytes(wanted)} are needed there, {_bytes(free)} are free; the store "
                                    f"takes {_bytes(self.size)} in all: make room, or spread it over drives with --stripe")
 
+    def check_tokenizer(self) -> None:
+        """ConversionError if the token map would have nothing to come from."""
+        tokenizer = self.checkpoint.tokenizer
+        if self.geometry.compressed_vocab_size is not None and not (self.out / MANIFEST).exists() and not tokenizer.exists():
+            raise ConversionError(f"{tokenizer} is missing: this model compresses its vocabulary to "
+                                  f"{self.geometry.compressed_vocab_size} ids, which follow from the tokenizer; put the model's "
+                                  f"own tokenizer.json there and run the same command again")
+
     def run(self, sources: Sequence[tuple[RowSource, RowSource]], jobs: int, progress: Progress | None) -> Manifest:
         """Do what is left to do. The folders are locked."""
         self.generation = generation_of(self.checkpoint, sources)
@@ -106,21 +116,23 @@ class _Plan:
             if manifest is not None:
                 return manifest
             self.check_room()
+            self.check_tokenizer()
         journal = self._journal()
         for number, root in enumerate(self.roots):
             write_stripe(root, self.generation, number, len(self.roots))
-        compression = self._token_map()
-        self._write(journal, sources, jobs, progress)
+        with ThreadPoolExecutor(1) as pool:                  # a second of Python beside the first of streaming
+            compression = pool.submit(self._token_map)
+            self._write(journal, sources, jobs, progress, compression)
         for folder in {place.path.parent for place in self.places} | set(self.roots):
             sync_folder(folder)
-        manifest = self._manifest(journal, compression)
+        manifest = self._manifest(journal, compression.result())
         manifest.publish(self.out)
         journal.remove()
         return manifest
 
     def _write(self, journal: Journal, sources: Sequence[tuple[RowSource, RowSource]], jobs: int,
-               progress: Progress | None) -> None:
-        """Write the columns that the journal does not have, or has and are not there."""
+               progress: Progress | None, compression: Future[TokenMapFile | None]) -> None:
+        """Write the columns that the journal does not have, or has and are not there; stop if the token map failed."""
         from ssdgram.layout.columns import Column, compile_packing, workspace  # compiled code: after what can be refused
 
         for place in self.places:
@@ -133,6 +145,8 @@ class _Plan:
         done = self.size - sum(column.place.size for column in columns)
 
         def tick() -> None:
+            if compression.done():
+                compression.result()                         # raises what was wrong with the tokenizer, now and not in an hour
             if progress is not None:
                 progress(done + sum(column.written for column in columns), self.size)
 
@@ -203,12 +217,7 @@ class _Plan:
         """Make token_map.npy, if the model compresses its vocabulary."""
         if self.geometry.compressed_vocab_size is None:
             return None
-        tokenizer = self.checkpoint.tokenizer
-        if not tokenizer.exists():
-            raise ConversionError(f"{tokenizer} is missing: this model compresses its vocabulary to "
-                                  f"{self.geometry.compressed_vocab_size} ids, which follow from the tokenizer; put the model's "
-                                  f"own tokenizer.json there and run the same command again")
-        table = self.geometry.checked_map(token_map(tokenizer))
+        table = self.geometry.checked_map(token_map(self.checkpoint.tokenizer))
         write_token_map(self.out, table)
         return TokenMapFile(len(table), self.geometry.compressed_vocab_size, map_digest(table))
 

@@ -397,6 +397,7 @@ def test_missing_and_wrong_tokenizer(ckpt, tmp_path):
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ConversionError, match=r"tokenizer\.json is missing: .* put the model's own"):
         convert(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
     tokenizer = json.loads(TOKENIZER.read_text())
     tokenizer["added_tokens"].pop()
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
