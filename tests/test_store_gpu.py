@@ -1,0 +1,136 @@
+"""The store on a CUDA device: every tier and mix of tiers bit for bit, tickets, tokens from the GPU. Skipped without a GPU."""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import ssdgram  # noqa: E402
+from ssdgram import _plan_state as p  # noqa: E402
+from ssdgram.tools.synth import expected_rows  # noqa: E402
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+VOCABULARY = 331
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gpu")
+    tokenizer = __file__.rpartition("/")[0] + "/golden/tiny_tokenizer.json"
+    ssdgram.synthesize(folder / "ckpt", vocab_size=3000, layers=(1, 3), seed=5, tokenizer=tokenizer)
+    ssdgram.convert(folder / "ckpt", folder / "out")
+    return folder / "out"
+
+
+def vocabulary(store):
+    return store._vocabulary
+
+
+def wanted(store, tokens, layer, **context):
+    ids = store.geometry.row_ids(tokens, store._token_map, **context)[:, store.geometry.layers.index(layer)]
+    return expected_rows(5, layer, ids)
+
+
+def drawn(generator, store, count):
+    return generator.integers(0, vocabulary(store), count)
+
+
+@pytest.mark.parametrize("hbm", ["0", "1MiB", "32MiB"])
+def test_packed_rows_are_the_checkpoints_bytes_in_every_tier(built, hbm):
+    generator = np.random.default_rng(1)
+    with ssdgram.open(built, dram="24MiB", hbm=hbm, device="cuda") as store:
+        for _ in range(60):
+            tokens = drawn(generator, store, int(generator.integers(1, 400)))
+            with store.prefetch(tokens) as batch:
+                for layer in store.layers:
+                    found = batch.packed(layer).cpu().numpy()
+                    assert np.array_equal(found, wanted(store, tokens, layer))
+        if hbm != "0":
+            assert sum(count for (tier, _), count in store.stats().hits.items() if tier == "hbm") > 0
+
+
+def test_rows_are_the_cpus_rows(built):
+    generator = np.random.default_rng(2)
+    with ssdgram.open(built, dram="24MiB", hbm="4MiB", device="cuda") as gpu, ssdgram.open(built, dram="24MiB") as cpu:
+        for _ in range(20):
+            tokens = drawn(generator, gpu, 100)
+            with gpu.prefetch(tokens) as a, cpu.prefetch(tokens) as b:
+                for layer in gpu.layers:
+                    assert torch.equal(a.rows(layer).cpu().view(torch.int16), b.rows(layer).view(torch.int16))
+
+
+def test_results_go_into_out_and_wrong_outs_are_refused(built):
+    with ssdgram.open(built, dram="24MiB", device="cuda") as store, store.prefetch(np.arange(7)) as batch:
+        out = torch.empty((7, store.geometry.columns, store.row_bytes), dtype=torch.uint8, device="cuda")
+        assert batch.packed(1, out=out) is out
+        assert np.array_equal(out.cpu().numpy(), wanted(store, np.arange(7), 1))
+        with pytest.raises(ssdgram.ConfigError, match="expected a contiguous"):
+            batch.packed(1, out=out.cpu())
+
+
+def test_tokens_on_the_device_give_the_same_rows(built):
+    generator = np.random.default_rng(3)
+    with ssdgram.open(built, dram="24MiB", device="cuda") as store:
+        for _ in range(20):
+            tokens, before = drawn(generator, store, 50), drawn(generator, store, 3)
+            sequences = [ssdgram.Sequence(torch.from_numpy(tokens).cuda(), lookback=before), ssdgram.Sequence(tokens)]
+            with store.prefetch(sequences) as batch:
+                found = batch.packed(3).cpu().numpy()
+            assert np.array_equal(found[:50], wanted(store, tokens, 3, lookback=before))
+            assert np.array_equal(found[50:], wanted(store, tokens, 3))
+
+
+def test_a_bad_token_on_the_device_is_reported_at_the_wait(built):
+    with ssdgram.open(built, dram="24MiB", device="cuda") as store:
+        for bad in (-1, vocabulary(store), 2**40):
+            with store.prefetch(torch.tensor([1, 2, bad], device="cuda")) as batch, pytest.raises(ssdgram.TokenError):
+                batch.rows(1)
+        with store.prefetch(torch.tensor([1, 2, 3], device="cuda")) as batch:
+            assert np.array_equal(batch.packed(1).cpu().numpy(), wanted(store, np.array([1, 2, 3]), 1))
+
+
+def test_slots_are_not_given_back_before_the_gpu_has_read_them(built):
+    with ssdgram.open(built, dram="24MiB", device="cuda") as store:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(400_000_000)                   # the gather waits behind this
+            batch = store.prefetch(np.arange(64))
+            result = batch.packed(1)
+            row = batch._row
+            batch.release()
+        import time
+        time.sleep(0.05)
+        assert store._plan.words[row * store._line + p.W_STAGE] == p.UNWINDING
+        stream.synchronize()
+        deadline = time.monotonic() + 5
+        while store._plan.words[row * store._line + p.W_STAGE] != p.FREE_BATCH and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert store._plan.words[row * store._line + p.W_STAGE] == p.FREE_BATCH
+        assert np.array_equal(result.cpu().numpy(), wanted(store, np.arange(64), 1))
+
+
+def test_ten_million_rows_under_eviction_promotion_and_cancellation_on_two_streams(built):
+    generator = np.random.default_rng(4)
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    checked, mismatches, waiting = 0, 0, []
+    with ssdgram.open(built, dram="16MiB", hbm="2MiB", device="cuda") as store:
+        while checked < 10_000_000:
+            if generator.random() < 0.2:
+                store.prefetch(drawn(generator, store, 200), priority=("step", "background")[int(generator.integers(2))]).release()
+            stream = streams[int(generator.integers(2))]
+            tokens = np.minimum(generator.geometric(0.02, 900), vocabulary(store)) - 1
+            with torch.cuda.stream(stream):
+                if generator.random() < 0.3:
+                    torch.cuda._sleep(int(generator.integers(1, 2_000_000)))
+                with store.prefetch(tokens) as batch:
+                    found = {layer: batch.packed(layer) for layer in store.layers}
+            waiting.append((stream, tokens, found))
+            if len(waiting) >= 6:
+                stream, tokens, found = waiting.pop(int(generator.integers(len(waiting))))
+                stream.synchronize()
+                for layer, rows in found.items():
+                    mismatches += int((rows.cpu().numpy() != wanted(store, tokens, layer)).any(axis=2).sum())
+                    checked += rows.shape[0] * rows.shape[1]
+        stats = store.stats()
+    assert mismatches == 0
+    assert stats.evictions > 0 and stats.cancelled > 0 and any(count for (tier, _), count in stats.hits.items() if tier == "hbm")
