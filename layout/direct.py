@@ -45,12 +45,10 @@ class DirectFile:
                 os.ftruncate(self._buffered, size)
                 _reserve(self._buffered, size)
             self.size = os.fstat(self._buffered).st_size
-            self._direct = os.open(self.path, flags | os.O_DIRECT, 0o644)
-        except OSError as error:
-            if error.errno not in _REFUSED:
-                self.close()
-                raise
-            _notice(self.path, self._buffered)
+            self._direct = self._open_direct(flags)
+        except OSError:
+            self.close()
+            raise
 
     @property
     def direct(self) -> bool:
@@ -107,6 +105,15 @@ class DirectFile:
             setattr(self, name, -1)
             if descriptor >= 0:
                 os.close(descriptor)
+
+    def _open_direct(self, flags: int) -> int:
+        try:
+            return os.open(self.path, flags | os.O_DIRECT, 0o644)
+        except OSError as error:
+            if error.errno not in _REFUSED:
+                raise
+        _notice(self.path, self._buffered)
+        return -1
 
     def _too_short(self, end: int) -> EOFError:
         return EOFError(f"{self.path}: has {os.fstat(self._buffered).st_size} bytes, expected at least {end}")

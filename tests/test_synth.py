@@ -112,8 +112,10 @@ def test_the_real_layout(tmp_path):
     assert text["vocab_size"] == 129280 and config["image_token_id"] == 129264
     names = sorted(path.name for path in folder.glob("*.safetensors"))
     assert names == [f"model-0000{k}-of-00003.safetensors" for k in (1, 2, 3)]
-    for name, layer, rows in ((names[1], 1, 384006168), (names[2], 14, 384016682)):
+    for name, layer, rows, size, start in ((names[1], 1, 384006168, 101_535_150_936, 664),
+                                           (names[2], 14, 384016682, 101_537_926_640, 672)):
         tensors = list(read_header(folder / name).values())
+        assert (folder / name).stat().st_size == size and tensors[0].offset == start         # spec A11, recorded
         prefix = f"layers.{layer}.engram."
         assert [(t.name, t.dtype, t.shape) for t in tensors] == [
             (prefix + "embed.weight", "F8_E4M3", (rows, 256)), (prefix + "embed.scale", "F8_E8M0", (rows, 8)),

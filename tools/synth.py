@@ -240,7 +240,9 @@ def _ple_shards(geometry: Geometry, seed: int, hidden_size: int, hc_mult: int, p
 
 def _write_shard(path: Path, tensors: list[_Tensor], sparse: bool) -> Iterator[int]:
     """Write one safetensors file; yields the bytes of each tensor when it is written."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {}
+    if not tensors[0].name.endswith("engram.embed.weight"):  # the real Engram shards have their recorded sizes (A11) only without
+        header["__metadata__"] = {"format": "pt"}
     end = 0
     for tensor in tensors:
         header[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [end, end + tensor.size]}
