@@ -28,7 +28,7 @@ def vocabulary(store):
 
 def wanted(store, tokens, layer, **context):
     ids = store.geometry.row_ids(tokens, store._token_map, **context)[:, store.geometry.layers.index(layer)]
-    return expected_rows(5, layer, ids)
+    return expected_rows(5, layer, ids, store.geometry)
 
 
 def drawn(generator, store, count):
