@@ -35,13 +35,14 @@ def gate_kernel(x, kv, q_weight, k_weight, participates, out, eps: tl.float32, t
     x_row = x + token * (STREAMS * WIDTH)
     kv_row = kv + token * ((STREAMS + 1) * WIDTH)
     out_row = out + token * (STREAMS * WIDTH)
-    values: tuple = ()
+    values = ()
     for chunk in tl.static_range(CHUNKS):
         place = chunk * BLOCK + lane
-        values = values + (tl.load(kv_row + STREAMS * WIDTH + place, mask=place < WIDTH, other=0.0, cache_modifier=".cg"),)
+        value = tl.load(kv_row + STREAMS * WIDTH + place, mask=place < WIDTH, other=0.0, cache_modifier=".cg")
+        values = values + (value,)                           # type: ignore[assignment]
     for step in tl.static_range(TOGETHER):
         stream = first + step
-        own: tuple = ()
+        own = ()
         x_squares = tl.zeros([BLOCK], tl.float32)
         key_squares = tl.zeros([BLOCK], tl.float32)
         products = tl.zeros([BLOCK], tl.float32)
@@ -52,7 +53,7 @@ def gate_kernel(x, kv, q_weight, k_weight, participates, out, eps: tl.float32, t
             key = tl.load(kv_row + stream * WIDTH + place, mask=there, other=0.0, cache_modifier=".cg").to(tl.float32)
             weight = tl.load(q_weight + stream * WIDTH + place, mask=there, other=0.0).to(tl.float32)
             weight *= tl.load(k_weight + stream * WIDTH + place, mask=there, other=0.0).to(tl.float32)
-            own = own + (row,)
+            own = own + (row,)                               # type: ignore[assignment]
             wide = row.to(tl.float32)
             x_squares += wide * wide
             key_squares += key * key

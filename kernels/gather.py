@@ -223,22 +223,37 @@ class Gather:
     def __init__(self, bundles: Bundles) -> None:
         self.bundles = bundles
         self._launches: dict[tuple[Any, ...], Launch] = {}
+        self._plans: dict[tuple[Any, ...], tuple[Launch, int]] = {}
 
     def __call__(self, source: torch.Tensor, out: torch.Tensor, *, mode: str = "rows", scales: torch.Tensor | None = None,
                  dram: int = 0, hbm: int = 0, counter: torch.Tensor | None = None, done: torch.Tensor | None = None,
                  ticket: int | torch.Tensor = 0, tile: Tile | None = None) -> None:
+        by_word = isinstance(ticket, torch.Tensor)
+        if out.dtype == torch.bfloat16 and self.bundles.encoding == "bf16":
+            out = out.view(torch.uint8)                      # such rows are their own bytes
+        key = (mode, source.shape, source.dtype, out.shape, out.dtype, None if scales is None else scales.shape, done is None,
+               counter is None, by_word, tile)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plan(key, source, out, mode, scales, counter, done, 0 if done is None else 2 if by_word else 1, tile)
+        if not (source.is_contiguous() and out.is_contiguous() and aligned(out)):
+            raise ValueError("the bundles' addresses and out must be contiguous, out 16-byte aligned too")
+        launch, programs = plan
+        launch(programs, source, out, out if scales is None else scales, out if counter is None else counter,
+               out if done is None else done, ticket if by_word else out, dram, hbm, 0 if by_word else ticket, source.shape[0],
+               self.bundles.global_scale)
+
+    def _plan(self, key: tuple[Any, ...], source: torch.Tensor, out: torch.Tensor, mode: str, scales: torch.Tensor | None,
+              counter: torch.Tensor | None, done: torch.Tensor | None, ticket: int, tile: Tile | None) -> tuple[Launch, int]:
+        """Check what the next calls with the same shapes need not check again; the variant, and how many programs."""
         tokens = self._checked(source, out, mode, scales, counter, done)
         tile = tile or tile_for(tokens)
-        by_word = isinstance(ticket, torch.Tensor)
-        kind = SLOTS if source.dtype == torch.int32 else ADDRESSES
-        if mode == "rows" and self.bundles.encoding == "bf16":
-            out = out.view(torch.uint8)                      # their own bytes
-        launch = self.launch(mode, kind, out.dtype, 0 if done is None else 2 if by_word else 1, tile)
         tiles = -(-tokens * self.bundles.columns // tile.rows)
-        programs = max(1, min(tiles, tile.programs or tiles))
-        launch(programs, source, out, out if scales is None else scales, out if counter is None else counter,
-               out if done is None else done, ticket if by_word else out, dram, hbm, 0 if by_word else ticket, tokens,
-               self.bundles.global_scale)
+        launch = self.launch(mode, SLOTS if source.dtype == torch.int32 else ADDRESSES, out.dtype, ticket, tile)
+        if len(self._plans) >= 4096:
+            self._plans.clear()
+        self._plans[key] = launch, max(1, min(tiles, tile.programs or tiles))
+        return self._plans[key]
 
     def launch(self, mode: str, kind: int, dtype: torch.dtype, ticket: int, tile: Tile) -> Launch:
         """The compiled variant (see `launch.preload`)."""
@@ -266,6 +281,12 @@ class Gather:
             self._launches[key] = found
         return found
 
+    def launches(self, mode: str = "rows", *, kind: int = SLOTS, tickets: tuple[int, ...] = (0, 1, 2)) -> list[Launch]:
+        """All variants that calls of this mode can need, whatever T (for `launch.preload`). tickets: 0 without a word, 1 a
+        number, 2 a word."""
+        dtype = torch.bfloat16 if mode == "rows" else torch.uint8
+        return [self.launch(mode, kind, dtype, ticket, tile) for ticket in tickets for tile in {tile for _, tile in TILES}]
+
     def _checked(self, source: torch.Tensor, out: torch.Tensor, mode: str, scales: torch.Tensor | None,
                  counter: torch.Tensor | None, done: torch.Tensor | None) -> int:
         b = self.bundles
@@ -273,7 +294,9 @@ class Gather:
         if source.shape != (tokens, b.orders) or source.dtype not in (torch.int64, torch.int32) or not source.is_contiguous():
             raise ValueError(f"the bundles' addresses must be contiguous int64 (or slots int32) [T, {b.orders}]; found "
                              f"{source.dtype} {tuple(source.shape)}")
-        wanted, dtypes = {"rows": ((tokens, b.columns, b.dim), (torch.bfloat16, torch.float32)),
+        rows = ((tokens, b.columns, b.code_bytes), (torch.uint8,)) if b.encoding == "bf16" else (
+            (tokens, b.columns, b.dim), (torch.bfloat16, torch.float32))
+        wanted, dtypes = {"rows": rows,
                           "packed": ((tokens, b.columns, b.row_bytes), (torch.uint8,)),
                           "mxfp8": ((tokens, b.columns * b.dim), (torch.uint8,))}[mode]
         if tuple(out.shape) != wanted or out.dtype not in dtypes or not out.is_contiguous() or not aligned(out):

@@ -17,7 +17,11 @@ from typing import Any
 
 import torch
 import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+
+TYPES = {torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 def next_power_of_two(number: int) -> int:
@@ -39,7 +43,7 @@ class Launch:
     def __init__(self, kernel: Any, arguments: Sequence[Any], constants: dict[str, Any], *, warps: int = 4, stages: int = 3,
                  **options: Any) -> None:
         self.kernel, self.arguments, self.constants = kernel, tuple(arguments), constants
-        self.options = dict(num_warps=warps, num_stages=stages, **options)
+        self.options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True, **options}
         self._compiled: dict[int, Any] = {}                  # by device
         self._lock = threading.Lock()
         self._interpreted = not isinstance(kernel, JITFunction)
@@ -65,10 +69,27 @@ class Launch:
         if self._interpreted:
             self.kernel[size](*arguments, **self.constants)
             return
-        compiled = self._compiled.get(torch.cuda.current_device())
+        device = torch.cuda.current_device()
+        compiled = self._compiled.get(device)
         if compiled is None:
-            compiled = self.load(torch.cuda.current_device())
-        compiled[size + (1,) * (3 - len(size))](*arguments, *self._tail)
+            compiled = self.load(device)
+        x, y, z = size + (1,) * (3 - len(size))
+        stream = torch.cuda.current_stream(device).cuda_stream
+        compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments, *self._tail)
+
+    def compile(self, capability: int) -> Any:
+        """Compile for a compute capability (90: H100, H200) without a GPU: what Triton made, with `asm`; not for launching."""
+        types, attributes = {}, {}
+        for index, (parameter, sample) in enumerate(zip(self.kernel.params, self.arguments)):
+            if isinstance(sample, torch.dtype):
+                types[parameter.name] = "*" + TYPES[sample]
+                if not parameter.do_not_specialize and not parameter.do_not_specialize_on_alignment:
+                    attributes[(index,)] = [["tt.divisibility", 16]]
+            else:
+                types[parameter.name] = parameter.annotation_type
+        types |= dict.fromkeys(self.constants, "constexpr")
+        source = ASTSource(fn=self.kernel, signature=types, constexprs=dict(self.constants), attrs=attributes)
+        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(self.options))
 
     @property
     def name(self) -> str:

@@ -52,6 +52,23 @@ def finish(r, out, partial, locks, n, t, tokens, N: tl.constexpr, SPLIT: tl.cons
             tl.atomic_xchg(lock, 0, sem="relaxed", scope="gpu")
 
 
+@triton.jit
+def row_place(column, base0, base1, base2, base3, HEADS: tl.constexpr, ORDERS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of the row of a column (a scalar): the bundles [t] that hold it, its head in them, and how many heads those have."""
+    order = 0
+    head = column
+    heads = HEADS & 255
+    start = HEADS & 255
+    for o in tl.static_range(1, ORDERS):
+        behind = column >= start
+        order = tl.where(behind, o, order)
+        head = tl.where(behind, column - start, head)
+        heads = tl.where(behind, (HEADS >> (8 * o)) & 255, heads)
+        start += (HEADS >> (8 * o)) & 255
+    base = tl.where(order == 0, base0, tl.where(order == 1, base1, tl.where(order == 2, base2, base3)))
+    return tl.multiple_of(base.to(tl.pointer_type(tl.uint8)), 64), head, heads
+
+
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["addresses"])
 def codes_kernel(weight, weight_scales, codes, code_scales, addresses, out, partial, locks, tokens: tl.int32,  # type: ignore[no-untyped-def]
                  N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_T: tl.constexpr,
@@ -82,6 +99,9 @@ def codes_kernel(weight, weight_scales, codes, code_scales, addresses, out, part
         base1 = tl.load(addresses + t * ORDERS + 1 % ORDERS, mask=live, other=0)
         base2 = tl.load(addresses + t * ORDERS + 2 % ORDERS, mask=live, other=0)
         base3 = tl.load(addresses + t * ORDERS + 3 % ORDERS, mask=live, other=0)
+        bundle, head, heads = row_place(first * 32 // DIM, base0, base1, base2, base3, HEADS, ORDERS)
+        xs_next = tl.load((bundle + heads * DIM + head * (DIM // 32))[None, :] + (first % (DIM // 32) + block)[:, None],
+                          mask=(bundle.to(tl.int64) != 0)[None, :], other=0)
     s_next = tl.load(s_at + first, mask=rows_there & (first + block < KB)[:, None], other=127)
     acc = tl.zeros([BLOCKS, BLOCK_N, BLOCK_T], tl.float32)
     for k in range(first, last, BLOCKS):
@@ -98,25 +118,15 @@ def codes_kernel(weight, weight_scales, codes, code_scales, addresses, out, part
             xs = scale_value(xs_next)
             xs_next = tl.load(xs_at + (k + BLOCKS), mask=live[None, :] & ahead, other=0)
         else:
-            column = k * 32 // DIM
-            order = 0
-            head = column
-            heads = HEADS & 255
-            start = HEADS & 255
-            for o in tl.static_range(1, ORDERS):
-                behind = column >= start
-                order = tl.where(behind, o, order)
-                head = tl.where(behind, column - start, head)
-                heads = tl.where(behind, (HEADS >> (8 * o)) & 255, heads)
-                start += (HEADS >> (8 * o)) & 255
-            base = tl.where(order == 0, base0, tl.where(order == 1, base1, tl.where(order == 2, base2, base3)))
-            there = base != 0
-            bundle = tl.multiple_of(base.to(tl.pointer_type(tl.uint8)), 64)
+            bundle, head, heads = row_place(k * 32 // DIM, base0, base1, base2, base3, HEADS, ORDERS)
             inner = k % (DIM // 32) + block
             x = tl.load((bundle + head * DIM)[None, :, None] + (inner * 32)[:, None, None] + lane[None, None, :],
-                        mask=there[None, :, None], other=0)
-            xs = scale_value(tl.load((bundle + heads * DIM + head * (DIM // 32))[None, :] + inner[:, None],
-                                     mask=there[None, :], other=0))
+                        mask=(bundle.to(tl.int64) != 0)[None, :, None], other=0)
+            xs = scale_value(xs_next)
+            bundle, head, heads = row_place((k + BLOCKS) * 32 // DIM, base0, base1, base2, base3, HEADS, ORDERS)
+            inner = (k + BLOCKS) % (DIM // 32) + block
+            xs_next = tl.load((bundle + heads * DIM + head * (DIM // 32))[None, :] + inner[:, None],
+                              mask=(bundle.to(tl.int64) != 0)[None, :] & ahead, other=0)
         s = scale_value(s_next)
         s_next = tl.load(s_at + (k + BLOCKS), mask=rows_there & ahead, other=127)
         s = tl.reshape(tl.broadcast_to(s[:, :, None], [BLOCKS, BLOCK_N // 32, 32]), [BLOCKS, BLOCK_N])

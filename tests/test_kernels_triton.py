@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-CHECKS = sorted((Path(__file__).parent / "kernels").glob("check_*.py"))
+CHECKS = sorted(path for path in (Path(__file__).parent / "kernels").glob("check_*.py") if path.stem != "check_compile")
 
 
 def run(check, **environment):
@@ -31,6 +31,10 @@ def test_under_the_interpreter(check):
     if np.lib.NumpyVersion(np.__version__) >= "2.5.0":
         pytest.skip("Triton's interpreter does not run with NumPy 2.5")
     run(check, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+
+
+def test_compiling_for_an_h200(tmp_path):
+    run(Path(__file__).parent / "kernels" / "check_compile.py", TRITON_CACHE_DIR=str(tmp_path), CUDA_VISIBLE_DEVICES="")
 
 
 @pytest.mark.gpu

@@ -34,15 +34,12 @@ def test_preloaded_kernels_run_behind_a_stream_that_waits():
     bundles = Bundles((8, 8, 8))
     gather = Gather(bundles)
     dram = slab(20, bundles.stride)
-    tiles = {}
-    from ssdgram.kernels.gather import SLOTS, tile_for
-    for tokens in (1, 16, 17):
-        tiles[tokens] = tile_for(tokens)
-    variants = [gather.launch("packed", SLOTS, torch.uint8, 1, tile) for tile in set(tiles.values())]
+    sizes = (1, 16, 17, 100)
+    variants = gather.launches("packed", tickets=(1,))
     assert preload(None, [*variants, mark_launch(1)]) == len(variants) + 1
     word = pinned(torch.zeros(1, dtype=torch.int32))
-    outs = {tokens: torch.empty(tokens, 24, 264, dtype=torch.uint8, device=DEVICE) for tokens in tiles}
-    slots = {tokens: torch.randint(0, 20, (tokens, 3), dtype=torch.int32).to(DEVICE) for tokens in tiles}
+    outs = {tokens: torch.empty(tokens, 24, 264, dtype=torch.uint8, device=DEVICE) for tokens in sizes}
+    slots = {tokens: torch.randint(0, 20, (tokens, 3), dtype=torch.int32).to(DEVICE) for tokens in sizes}
     counter = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     done = pinned(torch.zeros(1, dtype=torch.int64))
     torch.cuda.synchronize()
@@ -50,11 +47,11 @@ def test_preloaded_kernels_run_behind_a_stream_that_waits():
     with torch.cuda.stream(stream):
         (error,) = driver.cuStreamWaitValue32(stream.cuda_stream, word.data_ptr(), 1, 0)
         assert error == driver.CUresult.CUDA_SUCCESS
-        for tokens in tiles:
+        for tokens in sizes:
             gather(slots[tokens], outs[tokens], mode="packed", dram=dram.data_ptr(), counter=counter, done=done, ticket=tokens)
     assert done.item() == 0
     word[0] = 1
     stream.synchronize()
-    assert done.item() == 17
-    for tokens in tiles:
+    assert done.item() == 100
+    for tokens in sizes:
         assert torch.equal(outs[tokens].cpu()[:, :8, :256].flatten(1), dram[slots[tokens][:, 0].cpu().long()][:, :2048])

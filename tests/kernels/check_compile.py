@@ -1,0 +1,57 @@
+"""Every kernel compiles for an H200 on any machine, and moves bundles 16 bytes a thread. Not interpreted."""
+
+import re
+
+import pytest
+import torch
+from where import INTERPRETED
+
+from ssdgram.kernels.check import Check
+from ssdgram.kernels.gate import CUTS as GATE_CUTS
+from ssdgram.kernels.gate import Gate
+from ssdgram.kernels.gather import ADDRESSES, SLOTS, TILES, Bundles, Gather, mark_launch
+from ssdgram.kernels.hash_gpu import Hash
+from ssdgram.kernels.project import CUTS, Projection
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiling is what this is about")
+WHOLE = Bundles((8, 8, 8))
+
+
+def compiled(launch):
+    return launch.compile(90).asm["ptx"]
+
+
+@pytest.mark.parametrize("mode,kind,dtype", (
+    ("rows", SLOTS, torch.bfloat16), ("packed", SLOTS, torch.uint8), ("mxfp8", ADDRESSES, torch.uint8)))
+def test_gather_reads_whole_vectors(mode, kind, dtype):
+    ptx = compiled(Gather(WHOLE).launch(mode, kind, dtype, 1, TILES[0][1]))
+    assert re.search(r"ld\.global[.\w:]*\.v4\.b32", ptx)
+    assert ".ftz" not in ptx                                 # 2^-127 is subnormal
+    assert len(re.findall(r"ld\.global[.\w:]*\.b8 ", ptx)) <= 8             # scale bytes only
+
+
+@pytest.mark.parametrize("heads", ((8, 4), (3,), (2, 1)))
+def test_gather_of_column_subsets(heads):
+    compiled(Gather(Bundles(heads)).launch("rows", ADDRESSES, torch.bfloat16, 2, TILES[-1][1]))
+
+
+@pytest.mark.parametrize("cut", [cut for _, cut in CUTS], ids=str)
+def test_projection_uses_the_tensor_cores_and_pipelines_its_loads(cut):
+    projection = Projection(torch.empty(25600, 6144, dtype=torch.uint8), torch.empty(800, 192, dtype=torch.uint8))
+    ptx = compiled(projection.launch(cut))
+    assert "cp.async.cg.shared.global" in ptx
+    assert ("mma.sync" if cut.kind == "codes" else "wgmma.mma_async") in ptx
+    if cut.kind == "codes":
+        compiled(projection.launch(cut, WHOLE))
+
+
+def test_the_others():
+    weight = torch.zeros(4, 5120, dtype=torch.bfloat16)
+    for _, cut in GATE_CUTS:
+        compiled(Gate(weight, weight).launch(cut, True))
+    compiled(mark_launch(1))
+    compiled(mark_launch(2))
+    compiled(Check(8, 256, 8, generation=1, layer=1, device="cpu").launch())
+    constants = torch.ones(2, 24)
+    hasher = Hash(torch.ones(2, 4), constants, constants, token_map=range(9), fill=2, vocabulary=9, device="cpu")
+    compiled(hasher.launch(True, True))
