@@ -3,6 +3,7 @@
 import socket
 import urllib.error
 import urllib.request
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +11,11 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+import ssdgram
 from ssdgram import metrics
 from ssdgram.errors import StoreClosedError, UnavailableError
+
+TOKENIZER = Path(__file__).parent / "golden/tiny_v41/tokenizer.json"
 
 
 class FakeStore:
@@ -83,6 +87,30 @@ def test_no_ticket_is_no_sample():
     found = samples(generate_latest(registry).decode())
     assert ("ssdgram_oldest_ticket", ()) not in found
     assert found["ssdgram_oldest_ticket_age_seconds", ()] == 0
+
+
+@pytest.mark.parametrize("close_first", [False, True])
+def test_a_real_store(tmp_path, close_first):
+    ssdgram.synthesize(tmp_path / "checkpoint", vocab_size=211, tokenizer=TOKENIZER, hidden_size=64)
+    ssdgram.convert(tmp_path / "checkpoint", tmp_path / "store")
+    store = ssdgram.open(tmp_path / "store", dram="32MiB")
+    with metrics.serve(store, port=0) as endpoint, store.prefetch([3, 4, 5]) as batch:
+        batch.wait()
+        statistics = store.stats()
+        if close_first:
+            store.close()
+        found = scrape(endpoint.port)
+    store.close()
+    if close_first:
+        assert found["ssdgram_state", (("state", "closed"),)] == 1 and ("ssdgram_reads_total", ()) not in found
+        return
+    assert found["ssdgram_state", (("state", "ready"),)] == 1
+    assert found["ssdgram_reads_total", ()] == statistics.reads > 0
+    assert found["ssdgram_oldest_ticket", ()] == batch.ticket
+    assert found["ssdgram_lookup_wait_seconds_count", ()] == sum(statistics.wait_us_buckets.values()) >= 2
+    assert found["ssdgram_budget_bytes", (("tier", "dram"),)] == 32 << 20
+    misses = sum(value for (name, _), value in found.items() if name == "ssdgram_misses_total")
+    assert misses == sum(statistics.misses.values()) > 0
 
 
 def test_it_listens_on_loopback_and_frees_the_port():

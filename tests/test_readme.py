@@ -19,13 +19,15 @@ MAKE_TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), r
 
 
 def code_lines(text):
-    """Lines of indented and fenced blocks."""
+    """Lines of indented and fenced blocks, and commands within a line."""
     inside = False
     for line in text.splitlines():
         if line.startswith("```"):
             inside = not inside
         elif inside or line.startswith("    "):
             yield line.strip()
+        else:
+            yield from re.findall(r"`((?:ssdgram|make) [^`]+)`", line)
 
 
 def commands(program):
