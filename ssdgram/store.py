@@ -38,6 +38,8 @@ from ssdgram._planner import planner_loop
 from ssdgram.batch import Batch
 from ssdgram.errors import (ConfigError, ForkedStoreError, SSDGramError, StoreBusyError, StoreClosedError,
                             StoreReplacedError)
+from ssdgram.hotset import load as load_hotset
+from ssdgram.hotset import save as save_hotset
 from ssdgram.kernels.gather_cpu import RowFormat, row_format
 from ssdgram.kernels.hash import ngram_keys
 from ssdgram.layout.files import load_token_map, resolve
@@ -80,6 +82,7 @@ def open(out: str | os.PathLike[str], dram: str | int = "1GiB", hbm: str | int =
     `dram`, `hbm`: bytes, or "512MiB", "1.5GiB": hard budgets, tables and staging included. `device`: "cpu" or a CUDA device.
     `queue`: "auto", "uring", "threads" or "gds". `layers`: decoder layers to serve; `columns`: ascending column numbers; `owner` =
     (rank, world): serve only the bundles whose hash falls to this rank, zeros elsewhere. `stripes`: where the roots are now.
+    `hotset`: a file outside `out`, read now if it is there and of this store, written at close: the cache starts with it.
     Raises ManifestError, FormatError, IdentityError, BudgetError, ConfigError, UnavailableError.
     """
     return Store(out, dram=dram, hbm=hbm, device=device, queue=queue, layers=layers, columns=columns, owner=owner, stripes=stripes,
@@ -104,8 +107,9 @@ class Store:
         self._vocabulary = self.geometry.vocabulary(self._token_map)
         self._owner = _checked_owner(owner)
         self.notices: list[str] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()                       # a dropped Batch may be released by the collector at any point
         self._tickets = 0
+        self._hotset, self.hot_bundles = hotset, 0
         self._cuda: CudaSide | None = None
         self._row_formats: dict[int, RowFormat] = {}
         self._alive: dict[int, Any] = {}                     # row -> what its addresses point into
@@ -157,8 +161,12 @@ class Store:
             self.queue = self._queue.name
             self.notices.extend(self._queue.notices)
             compile_for(planner_loop, self._plan, self._state)
+            if self._hotset is not None:
+                self.hot_bundles = load_hotset(self, self._hotset)
             self._queue.start()
         except BaseException:
+            if self._cuda is not None:
+                self._cuda.close()
             self._arena.close()
             raise
         self._thread = threading.Thread(target=_run_planner, args=(self._plan, self._state, tuning.affinity), name="ssdgram-planner",
@@ -245,6 +253,7 @@ class Store:
         self._thread.join(timeout_s)
         if self._queue.join(timeout_s) and not self._thread.is_alive():
             self._queue.close()
+            self._keep_hotset()
             if self._cuda is not None:
                 self._cuda.close()
             _opening.close_files(self._pairs)
@@ -253,6 +262,14 @@ class Store:
             _leaked.append((self._state, self._plan, self._queue))
         self._arena.close()
         self._alive.clear()
+
+    def _keep_hotset(self) -> None:
+        """Write the hot set, if one was asked for: a failure costs the next start its warmth, nothing else."""
+        if self._hotset is not None:
+            try:
+                log.info("%s: %d bundles written to hot set %s", self.path, save_hotset(self, self._hotset), self._hotset)
+            except OSError as error:
+                log.warning("%s: hot set %s was not written: %s", self.path, self._hotset, error)
 
     def __enter__(self) -> Store:
         return self
