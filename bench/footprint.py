@@ -30,15 +30,16 @@ def memory() -> int:
 
 
 def opening(out: str, dram: str) -> dict[str, Any]:
-    """Seconds of the import and of the call, bytes that the call added, and whether torch came along."""
+    """Seconds of the import and of the call (and of processor), bytes that the call added, whether torch came along."""
     begin = time.perf_counter()
     import ssdgram.store
 
     imported, before = time.perf_counter(), memory()
-    opened = time.perf_counter()
+    opened, used = time.perf_counter(), time.thread_time()
     store = ssdgram.store.open(out, dram)
-    done = time.perf_counter()
-    result = {"import_s": imported - begin, "open_s": done - opened, "bytes": memory() - before, "torch": "torch" in sys.modules}
+    done, cpu = time.perf_counter(), time.thread_time() - used
+    result = {"import_s": imported - begin, "open_s": done - opened, "open_cpu_s": cpu, "bytes": memory() - before,
+              "torch": "torch" in sys.modules}
     store.close()
     return result
 
@@ -78,7 +79,7 @@ def growth(out: str, dram: str, batches: str, longest: str) -> dict[str, Any]:
                 "slots_free": after.slots_free, "evictions": after.evictions, "budget": store._budget}
 
 
-def ask(name: str, *arguments: str | int) -> dict[str, Any]:
+def ask(name: str, *arguments: str | int | Path) -> dict[str, Any]:
     """Run one of the two in a fresh process; what it found."""
     command = [sys.executable, "-m", "ssdgram.bench.footprint", name, *map(str, arguments)]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -89,4 +90,4 @@ def ask(name: str, *arguments: str | int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps({"opening": opening, "growth": growth}[sys.argv[1]](*sys.argv[2:])))
+    print(json.dumps(opening(*sys.argv[2:]) if sys.argv[1] == "opening" else growth(*sys.argv[2:])))
