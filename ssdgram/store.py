@@ -251,7 +251,7 @@ class Store:
         push_request(self._plan.requests, self._plan.control, self._state.control, self._state.words, np.int32(1))
         self._queue.wake_all()
         self._thread.join(timeout_s)
-        if self._queue.join(timeout_s) and not self._thread.is_alive():
+        if self._queue.join(timeout_s) and not self._queue.stuck and not self._thread.is_alive():
             self._queue.close()
             self._keep_hotset()
             if self._cuda is not None:
@@ -435,6 +435,7 @@ def _forget_all() -> None:
     """In a forked child: give up the parent's descriptors, so that neither ring nor file is held open by us."""
     for store in list(_open_stores):
         _opening.close_files(store._pairs)
+        store._queue.forget()
         store._arena.forget()
     _open_stores.clear()
 

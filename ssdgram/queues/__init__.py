@@ -55,6 +55,9 @@ class Queue(Protocol):
     def close(self) -> None:
         """Free rings and descriptors, after the join."""
 
+    def forget(self) -> None:
+        """In a forked child: give up what was inherited."""
+
 
 def resolve(name: str) -> tuple[str, str]:
     """("uring" or "threads", why) for a queue name, before any array is laid out. Raises UnavailableError, ValueError."""

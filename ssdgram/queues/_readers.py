@@ -96,5 +96,8 @@ class Readers:
         states = [int(self.state.control[reader_line(reader) + R_STATE]) for reader in range(self.readers)]
         return READER_STUCK in states or any(thread.is_alive() for thread in self._threads)
 
+    def forget(self) -> None:
+        """In a forked child: give up descriptors that were inherited; the parent keeps its own."""
+
     def close(self) -> None:
         """Free what the queue holds beside `state`. Does nothing while a reader still runs. Idempotent."""

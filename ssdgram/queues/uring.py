@@ -12,6 +12,7 @@ with reads in the drive for 100 ms at the most, so that STOP is seen whatever th
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Sequence
@@ -275,6 +276,13 @@ class UringQueue(Readers):
     def flag_names(self) -> str:
         """Set-up flags in effect."""
         return self._rings[0].flag_names
+
+    def forget(self) -> None:
+        """In a forked child: close the inherited descriptors of rings and eventfds."""
+        for ring, own in zip(self._rings, self._own, strict=False):
+            for descriptor in (ring.fd, int(own[flight.EVENT_FD])):
+                with contextlib.suppress(OSError):
+                    os.close(descriptor)
 
     def close(self) -> None:
         """Unmap and close the rings. Does nothing while a reader still runs. Idempotent."""
