@@ -15,12 +15,13 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from ssdgram.errors import ConversionError, FormatError, IdentityError, ManifestError, NoSpaceError, SSDGramError
+from ssdgram.geometry import Geometry
 from ssdgram.layout.blocks import MAX_JOBS, Progress, default_jobs, run_blocks, threads_for
 from ssdgram.layout.checkpoint import Checkpoint, open_checkpoint
+from ssdgram.layout.compression import TokenMapProcess
 from ssdgram.layout.direct import aligned_buffer
 from ssdgram.layout.files import check_stripe, load_token_map, resolve, write_stripe, write_token_map
 from ssdgram.layout.format import PAGE_BYTES, rows_per_page
@@ -29,7 +30,7 @@ from ssdgram.layout.journal import Journal
 from ssdgram.layout.manifest import MANIFEST, ColumnFile, Manifest, SourceTensor, TokenMapFile, sync_folder
 from ssdgram.layout.places import Place, places
 from ssdgram.layout.source import RowSource, Shards, open_sources
-from ssdgram.token_map import map_digest, token_map
+from ssdgram.token_map import map_digest
 
 log = logging.getLogger("ssdgram")
 PROBES = 8                                                   # pages looked at to believe that a journaled column is there
@@ -66,6 +67,23 @@ def convert(ckpt: str | os.PathLike[str], out: str | os.PathLike[str], stripe: S
                                f"again") from error
         raise ConversionError(f"{where}: {error.strerror or error}; finished columns stay: run the same command again when "
                               f"the cause is removed") from error
+
+
+class _Compression:
+    """The token map on its way into `out`."""
+
+    def __init__(self, geometry: Geometry, process: TokenMapProcess, out: Path) -> None:
+        self.process = process
+        self._geometry, self._out = geometry, out
+        self._record: TokenMapFile | None = None
+
+    def record(self) -> TokenMapFile:
+        """What the manifest says of token_map.npy, once it is there. TokenMapError if it is not the model's."""
+        if self._record is None:
+            table = self._geometry.checked_map(self.process.result())
+            write_token_map(self._out, table)
+            self._record = TokenMapFile(len(table), int(table.max()) + 1, map_digest(table))
+        return self._record
 
 
 class _Plan:
@@ -120,19 +138,23 @@ class _Plan:
         journal = self._journal()
         for number, root in enumerate(self.roots):
             write_stripe(root, self.generation, number, len(self.roots))
-        with ThreadPoolExecutor(1) as pool:                  # a second of Python beside the first of streaming
-            compression = pool.submit(self._token_map)
+        with contextlib.ExitStack() as stack:
+            compression = None
+            if self.geometry.compressed_vocab_size is not None:
+                process = stack.enter_context(TokenMapProcess(self.checkpoint.tokenizer))
+                compression = _Compression(self.geometry, process, self.out)
             self._write(journal, sources, jobs, progress, compression)
+            token_map_file = compression.record() if compression else None
         for folder in {place.path.parent for place in self.places} | set(self.roots):
             sync_folder(folder)
-        manifest = self._manifest(journal, compression.result())
+        manifest = self._manifest(journal, token_map_file)
         manifest.publish(self.out)
         journal.remove()
         return manifest
 
-    def _write(self, journal: Journal, sources: Sequence[tuple[RowSource, RowSource]], jobs: int,
-               progress: Progress | None, compression: Future[TokenMapFile | None]) -> None:
-        """Write the columns that the journal does not have, or has and are not there; stop if the token map failed."""
+    def _write(self, journal: Journal, sources: Sequence[tuple[RowSource, RowSource]], jobs: int, progress: Progress | None,
+               compression: _Compression | None) -> None:
+        """Write the columns that the journal does not have, or has and are not there."""
         from ssdgram.layout.columns import Column, compile_packing, workspace  # compiled code: after what can be refused
 
         for place in self.places:
@@ -145,13 +167,14 @@ class _Plan:
         done = self.size - sum(column.place.size for column in columns)
 
         def tick() -> None:
-            if compression.done():
-                compression.result()                         # raises what was wrong with the tokenizer, now and not in an hour
+            if compression is not None and compression.process.done():
+                compression.record()                         # raises what is wrong with the tokenizer: now, not in an hour
             if progress is not None:
                 progress(done + sum(column.written for column in columns), self.size)
 
         compile_packing()
-        run_blocks(columns, jobs, threads_for(jobs), lambda: workspace(self.geometry.code_bytes, self.geometry.scale_bytes), tick)
+        geometry = self.geometry
+        run_blocks(columns, jobs, threads_for(jobs), lambda: workspace(geometry.code_bytes, geometry.scale_bytes), tick)
 
     def _finished_store(self) -> Manifest | None:
         """The store that is already there; None after its manifest was withdrawn because files of it are missing or torn."""
@@ -213,22 +236,14 @@ class _Plan:
             return False
         return True
 
-    def _token_map(self) -> TokenMapFile | None:
-        """Make token_map.npy, if the model compresses its vocabulary."""
-        if self.geometry.compressed_vocab_size is None:
-            return None
-        table = self.geometry.checked_map(token_map(self.checkpoint.tokenizer))
-        write_token_map(self.out, table)
-        return TokenMapFile(len(table), self.geometry.compressed_vocab_size, map_digest(table))
-
-    def _manifest(self, journal: Journal, compression: TokenMapFile | None) -> Manifest:
+    def _manifest(self, journal: Journal, token_map: TokenMapFile | None) -> Manifest:
         geometry = self.geometry
         return Manifest(
             geometry=geometry, generation=self.generation, row_bytes=geometry.row_bytes,
             rows_per_page=rows_per_page(geometry.row_bytes), roots=self.stripes,
             files=tuple(ColumnFile(place.layer, place.column, place.rows, place.pages, place.size,
                                    journal.finished[place.index][1]) for place in self.places),
-            token_map=compression, global_scales=self.checkpoint.global_scales,
+            token_map=token_map, global_scales=self.checkpoint.global_scales,
             source_name=self.checkpoint.folder.resolve().name,
             source=tuple(SourceTensor(tensor.name, tensor.dtype, tensor.shape)
                          for table in self.checkpoint.tables for tensor in table.tensors))
