@@ -466,3 +466,19 @@ def test_a_source_that_shrinks_under_the_conversion(ckpt, tmp_path, monkeypatch)
         convert(folder, tmp_path / "out")
     with pytest.raises(ManifestError):
         Manifest.load(tmp_path / "out")
+
+
+def test_memory_does_not_follow_the_tables(tmp_path):
+    """A table of 0.4 GiB through a process of its own: its peak stays that of the buffers and of the compiled code."""
+    import subprocess
+    import sys
+    from pathlib import Path
+
+    ckpt = small_engram(tmp_path / "c", 50_000, heads=8, head_dim=256, max_ngram=4)
+    code = ("import sys\nfrom ssdgram.layout.convert import convert\nmanifest = convert(sys.argv[1], sys.argv[2], jobs=4)\n"
+            "print(manifest.size, open('/proc/self/status').read().split('VmHWM:')[1].split()[0])")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    done = subprocess.run([sys.executable, "-c", code, str(ckpt), str(tmp_path / "out")], capture_output=True, text=True,
+                          check=True, env=environment)
+    size, peak = map(int, done.stdout.split())
+    assert size > 600 << 20 and peak * 1024 < 300 << 20
