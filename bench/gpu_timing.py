@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import triton
+from triton.runtime.errors import TritonError
 
 LAUNCHES = 20
 GIB = 1 << 30
@@ -125,7 +125,7 @@ def best(candidates: Iterable[Any], measure: Callable[[Any], float]) -> tuple[An
     for candidate in candidates:
         try:
             times[candidate] = measure(candidate)
-        except (RuntimeError, triton.runtime.errors.OutOfResources) as error:
+        except (RuntimeError, TritonError) as error:
             print(f"  {candidate}: {error}")
     ranked = sorted(times, key=lambda candidate: times[candidate])
     return ranked[0], {str(candidate): round(times[candidate], 2) for candidate in ranked}

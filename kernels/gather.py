@@ -31,7 +31,7 @@ SCALE_BLOCK = 32                                             # values per scale 
 class Bundles:
     """What a layer's bundles look like. heads: rows per bundle of each order (8, 8, 8; a column subset has fewer, or 0).
 
-    stride: bytes between slots, a multiple of 64. global_scale: of "fp8_global".
+    stride: bytes between slots, a multiple of 64. global_scale: of "fp8_global", rounded to bf16 when used (spec B4).
     """
 
     heads: tuple[int, ...]
@@ -192,7 +192,7 @@ class Tile:
 # Measured choices (docs/lab-log.md): the first entry whose token count is not below T. bench/gpu.py --tune tries TILE_CHOICES.
 TILES: tuple[tuple[int, Tile], ...] = ((64, Tile(8, 4)), (1 << 31, Tile(16, 4)))
 TILE_CHOICES: tuple[Tile, ...] = (
-    Tile(8, 1), Tile(8, 2), Tile(8, 4), Tile(16, 2), Tile(16, 4), Tile(16, 8), Tile(32, 4), Tile(32, 8),
+    Tile(4, 1), Tile(4, 2), Tile(8, 1), Tile(8, 2), Tile(8, 4), Tile(16, 2), Tile(16, 4), Tile(16, 8), Tile(32, 4), Tile(32, 8),
     Tile(8, 4, 528), Tile(8, 4, 1056), Tile(16, 4, 264), Tile(16, 4, 528), Tile(16, 4, 1056), Tile(32, 8, 264), Tile(32, 8, 528),
 )
 
@@ -223,6 +223,7 @@ class Gather:
     def __init__(self, bundles: Bundles) -> None:
         self.bundles = bundles
         self._launches: dict[tuple[Any, ...], Launch] = {}
+        self._global_scale = float(torch.tensor(bundles.global_scale).to(torch.bfloat16))
         self._plans: dict[tuple[Any, ...], tuple[Launch, int]] = {}
 
     def __call__(self, source: torch.Tensor, out: torch.Tensor, *, mode: str = "rows", scales: torch.Tensor | None = None,
@@ -241,7 +242,7 @@ class Gather:
         launch, programs = plan
         launch(programs, source, out, out if scales is None else scales, out if counter is None else counter,
                out if done is None else done, ticket if by_word else out, dram, hbm, 0 if by_word else ticket, source.shape[0],
-               self.bundles.global_scale)
+               self._global_scale)
 
     def _plan(self, key: tuple[Any, ...], source: torch.Tensor, out: torch.Tensor, mode: str, scales: torch.Tensor | None,
               counter: torch.Tensor | None, done: torch.Tensor | None, ticket: int, tile: Tile | None) -> tuple[Launch, int]:

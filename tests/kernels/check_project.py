@@ -1,5 +1,7 @@
 """project: golden vectors, random operands against float64, edges (short blocks, split k, absent bundles), fused gather."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -69,10 +71,12 @@ def test_any_size_against_float64(cut, tokens, n, k):
     projection = Projection(put(weight), put(weight_scales))
     out = torch.full((tokens, n), 7.0, dtype=BF16, device=DEVICE)
     if cut.kind == "codes":
+        projection.codes(put(codes[:, ::-1].copy()), put(scales), out, cut=cut)        # leaves other parts in the scratch
         projection.codes(put(codes), put(scales), out, cut=cut)
         x = values(codes, scales)
     else:
         rows = torch.from_numpy(values(codes, scales)).to(BF16).to(DEVICE)
+        projection.rows(rows.flip(1), out, cut=cut)
         projection.rows(rows, out, cut=cut)
         x = rows.double().cpu().numpy()
     w = values(weight, weight_scales, True)
@@ -123,12 +127,24 @@ def test_what_does_not_fit_is_refused():
         projection.bundles(put(np.zeros((2, 1), np.int64)), torch.empty(2, 64, dtype=BF16, device=DEVICE), Bundles((8,)))
 
 
+@functools.cache
+def real_weight():
+    """A weight of the real size on the device, and its values in float64."""
+    n, k = 25600, 6144
+    weight = torch.randint(0, 256, (n, k), dtype=torch.uint8, device=DEVICE)
+    weight[(weight & 0x7F) == 0x7F] = 0
+    scales = torch.randint(115, 131, (n // 32, k // 32), dtype=torch.uint8, device=DEVICE)
+    factors = torch.exp2(scales.double() - 127).repeat_interleave(32, 0).repeat_interleave(32, 1)
+    return weight, scales, weight.view(torch.float8_e4m3fn).double() * factors
+
+
 @pytest.mark.skipif(INTERPRETED, reason="the real size: GPU only")
 @pytest.mark.parametrize("tokens", (1, 5, 16, 17, 32, 33, 64, 100))
 def test_the_real_size_with_every_cut(tokens):
-    weight, weight_scales, codes, scales = operands(tokens, 25600, 6144)
-    projection = Projection(put(weight), put(weight_scales))
-    x, w = put(values(codes, scales)), put(values(weight, weight_scales, True))
+    weight, weight_scales, w = real_weight()
+    projection = Projection(weight, weight_scales)
+    _, _, codes, scales = operands(tokens, 32, 6144)
+    x = put(values(codes, scales))
     exact, terms = x @ w.T, x.abs() @ w.abs().T
     rows = x.to(torch.bfloat16)
     assert torch.equal(rows.double(), x)
