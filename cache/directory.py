@@ -1,13 +1,14 @@
 """Directory of the bundle cache: which slot holds the bundle (x, group), in sets of 16 ways.
 
     one set, 256 bytes, 4 cache lines
-    line 0   fingerprint u16[16] | group u8[16], 255 = empty | age u8[16], the policy's own byte
+    line 0   fingerprint u8[16] | group u8[16], 255 = empty | count u8[16] | age u8[16]
     line 1-2 x i64[16]
     line 3   slot i32[16]
 
 A probe compares 16 fingerprints at once and looks at x and group only where they agree, so a hit reads lines 0, 3 and one of
-1-2, a miss mostly line 0 alone. What `age` means and who is pushed out is the policy's business (policy.py); this module only
-finds, writes and clears entries. Invariant: a bundle has at most one entry, in the set that `set_of` names. One thread writes.
+1-2, a miss mostly line 0 alone. What count and age mean and who is pushed out is the policy's business (policy.py); this module
+only finds, writes and clears entries. Invariants: a bundle has at most one entry, in the set that `set_of` names; an empty way
+has group 255, count 0 and slot -1. One thread writes.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from ssdgram._compiled import address_of, compiled, prefetch
+from ssdgram._compiled import address_of, compiled_lean, prefetch
 
 WAYS = 16
 EMPTY = 255                                                  # group of a way without entry
 
 SET = np.dtype([
-    ("fingerprint", np.uint16, WAYS),
+    ("fingerprint", np.uint8, WAYS),
     ("group", np.uint8, WAYS),
+    ("count", np.uint8, WAYS),
     ("age", np.uint8, WAYS),
     ("x", np.int64, WAYS),
     ("slot", np.int32, WAYS),
 ])
 SET_BYTES = SET.itemsize
-_GROUP_OFFSET = 32
 
 
 def sets_for(entries: int) -> int:
@@ -40,11 +41,16 @@ def sets_for(entries: int) -> int:
     return max(1, entries // WAYS)
 
 
-def allocate(sets: int) -> np.ndarray:
-    """An empty directory of its own, SET [sets], on a cache-line boundary (the store lays its own over the arena)."""
-    memory = np.zeros((sets + 1) * SET_BYTES, np.uint8)
+def on_lines(count: int, dtype: np.dtype) -> np.ndarray:
+    """Zeroed array [count] of its own that starts on a cache line (the store lays its arrays over one arena instead)."""
+    memory = np.zeros(count * dtype.itemsize + 63, np.uint8)
     start = -memory.ctypes.data % 64
-    directory: np.ndarray = memory[start : start + sets * SET_BYTES].view(SET)
+    return memory[start : start + count * dtype.itemsize].view(dtype)
+
+
+def allocate(sets: int) -> np.ndarray:
+    """An empty directory of its own, SET [sets]."""
+    directory = on_lines(sets, SET)
     init(directory)
     return directory
 
@@ -59,53 +65,46 @@ def lowest_bit(typingctx, mask):  # type: ignore[no-untyped-def]
     return types.int64(types.int64), codegen
 
 
-def _matcher(bits: int, value_type: Any) -> Any:
-    @intrinsic
-    def match(typingctx, address, value):  # type: ignore[no-untyped-def]
-        def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-            vector = ir.VectorType(ir.IntType(bits), WAYS)
-            lanes = builder.load(builder.inttoptr(arguments[0], vector.as_pointer()), align=16)
-            undefined = ir.Constant(vector, ir.Undefined)
-            first = builder.insert_element(undefined, arguments[1], ir.Constant(ir.IntType(32), 0))
-            wanted = builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(ir.IntType(32), WAYS), [0] * WAYS))
-            equal = builder.icmp_unsigned("==", lanes, wanted)
-            return builder.zext(builder.bitcast(equal, ir.IntType(WAYS)), ir.IntType(64))
+@intrinsic
+def match_bytes(typingctx, address, value):  # type: ignore[no-untyped-def]
+    """Bit mask (int64) of the 16 bytes at a 16-aligned address that equal `value` (uint8): one compare, no branch per way."""
 
-        return types.int64(types.int64, value_type), codegen
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        vector = ir.VectorType(ir.IntType(8), WAYS)
+        lanes = builder.load(builder.inttoptr(arguments[0], vector.as_pointer()), align=16)
+        undefined = ir.Constant(vector, ir.Undefined)
+        first = builder.insert_element(undefined, arguments[1], ir.Constant(ir.IntType(32), 0))
+        wanted = builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(ir.IntType(32), WAYS), [0] * WAYS))
+        equal = builder.icmp_unsigned("==", lanes, wanted)
+        return builder.zext(builder.bitcast(equal, ir.IntType(WAYS)), ir.IntType(64))
 
-    match.__doc__ = f"Bit mask (int64) of the 16 {bits}-bit lanes at an address (16-aligned) that equal `value`."
-    return match
+    return types.int64(types.int64, types.uint8), codegen
 
 
-match_u16 = _matcher(16, types.uint16)
-match_u8 = _matcher(8, types.uint8)
-
-
-@compiled
+@compiled_lean
 def mix(x, group):  # type: ignore[no-untyped-def]
-    """A well mixed uint64 of (x int64, group): bits 32-63 choose the set, 0-15 are the fingerprint."""
+    """A well mixed uint64 of (x int64, group): bits 32-63 choose the set, 0-7 are the fingerprint, 8-19 the sketch's."""
     h = np.uint64(x) ^ (np.uint64(group) * np.uint64(0x9E3779B97F4A7C15))
     h = (h ^ (h >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
     h = (h ^ (h >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
     return h ^ (h >> np.uint64(32))
 
 
-@compiled
+@compiled_lean
 def set_of(x, group, sets):  # type: ignore[no-untyped-def]
     """Set of the bundle, int64 in [0, sets); `sets` < 2**31, any number."""
     return np.int64(((mix(x, group) >> np.uint64(32)) * np.uint64(sets)) >> np.uint64(32))
 
 
-@compiled
+@compiled_lean
 def init(directory):  # type: ignore[no-untyped-def]
     """Make every set empty."""
     for s in range(directory.shape[0]):
         for way in range(WAYS):
-            clear(directory, s, way)
-            directory[s].age[way] = way                      # the policy's recency ranks start as a permutation
+            remove(directory, s, way)
 
 
-@compiled
+@compiled_lean
 def prefetch_set(directory, s):  # type: ignore[no-untyped-def]
     """Ask for the four lines of set `s` without waiting."""
     address = address_of(directory, s)
@@ -115,10 +114,10 @@ def prefetch_set(directory, s):  # type: ignore[no-untyped-def]
     prefetch(address + 192)
 
 
-@compiled
+@compiled_lean
 def probe(directory, s, x, group):  # type: ignore[no-untyped-def]
     """Way of the bundle in set `s` (= set_of(x, group, sets)), or -1."""
-    mask = match_u16(address_of(directory, s), np.uint16(mix(x, group) & np.uint64(0xFFFF)))
+    mask = match_bytes(address_of(directory, s), np.uint8(mix(x, group) & np.uint64(0xFF)))
     while mask != 0:
         way = lowest_bit(mask)
         if directory[s].x[way] == x and directory[s].group[way] == group:
@@ -127,30 +126,29 @@ def probe(directory, s, x, group):  # type: ignore[no-untyped-def]
     return -1
 
 
-@compiled
-def empty_ways(directory, s):  # type: ignore[no-untyped-def]
-    """Bit mask (int64) of the ways of set `s` without entry."""
-    return match_u8(address_of(directory, s) + _GROUP_OFFSET, np.uint8(EMPTY))
-
-
-@compiled
-def write(directory, s, way, x, group, slot):  # type: ignore[no-untyped-def]
-    """Make way `way` of set `s` the entry of (x, group) in slot `slot`. Its age is the caller's business."""
-    directory[s].fingerprint[way] = np.uint16(mix(x, group) & np.uint64(0xFFFF))
+@compiled_lean
+def write(directory, s, way, x, group, slot, count):  # type: ignore[no-untyped-def]
+    """Make way `way` of set `s` the entry of (x, group) in slot `slot`, of age 0."""
+    directory[s].fingerprint[way] = np.uint8(mix(x, group) & np.uint64(0xFF))
     directory[s].group[way] = group
+    directory[s].count[way] = count
+    directory[s].age[way] = 0
     directory[s].x[way] = x
     directory[s].slot[way] = slot
 
 
-@compiled
-def clear(directory, s, way):  # type: ignore[no-untyped-def]
-    """Make way `way` of set `s` empty. A cleared way's fingerprint may still agree with a probe: its group never does."""
+@compiled_lean
+def remove(directory, s, way):  # type: ignore[no-untyped-def]
+    """Make way `way` of set `s` empty; its slot is the caller's. Nothing remembers the bundle (policy.evict does)."""
+    directory[s].fingerprint[way] = 0
     directory[s].group[way] = EMPTY
+    directory[s].count[way] = 0
+    directory[s].age[way] = 0
     directory[s].x[way] = -1
     directory[s].slot[way] = -1
 
 
-@compiled
+@compiled_lean
 def entries(directory):  # type: ignore[no-untyped-def]
     """Number of entries. Walks the whole directory: for tests and statistics."""
     count = 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ssdgram._compiled import compiled
+from ssdgram._compiled import compiled_lean
 from ssdgram.cache.directory import EMPTY, mix
 
 CELL = np.dtype([("x", np.int64), ("slot", np.int32), ("group", np.uint8), ("spare", np.uint8, 3)])
@@ -21,7 +21,7 @@ def cells(entries: int) -> int:
     return max(2, 1 << (2 * entries - 1).bit_length())
 
 
-@compiled
+@compiled_lean
 def init(overflow):  # type: ignore[no-untyped-def]
     """Make the table (CELL [cells(entries)]) empty."""
     for cell in range(overflow.shape[0]):
@@ -29,12 +29,12 @@ def init(overflow):  # type: ignore[no-untyped-def]
         overflow[cell].slot = -1
 
 
-@compiled
+@compiled_lean
 def _home(overflow, x, group):  # type: ignore[no-untyped-def]
     return np.int64(mix(x, group) & np.uint64(overflow.shape[0] - 1))
 
 
-@compiled
+@compiled_lean
 def _cell(overflow, x, group):  # type: ignore[no-untyped-def]
     """Cell of the bundle, or the empty cell where it would go; -1 if it is absent and the table is full."""
     last = overflow.shape[0] - 1
@@ -46,7 +46,7 @@ def _cell(overflow, x, group):  # type: ignore[no-untyped-def]
     return -1
 
 
-@compiled
+@compiled_lean
 def find(overflow, x, group):  # type: ignore[no-untyped-def]
     """Slot of the bundle, or -1."""
     cell = _cell(overflow, x, group)
@@ -55,7 +55,7 @@ def find(overflow, x, group):  # type: ignore[no-untyped-def]
     return np.int64(overflow[cell].slot)
 
 
-@compiled
+@compiled_lean
 def insert(overflow, x, group, slot):  # type: ignore[no-untyped-def]
     """Remember the bundle's slot (replacing what was remembered); whether there was room."""
     cell = _cell(overflow, x, group)
@@ -67,7 +67,7 @@ def insert(overflow, x, group, slot):  # type: ignore[no-untyped-def]
     return True
 
 
-@compiled
+@compiled_lean
 def remove(overflow, x, group):  # type: ignore[no-untyped-def]
     """Forget the bundle; its slot, or -1 if it was not there."""
     hole = _cell(overflow, x, group)
@@ -91,7 +91,7 @@ def remove(overflow, x, group):  # type: ignore[no-untyped-def]
     return slot
 
 
-@compiled
+@compiled_lean
 def size(overflow):  # type: ignore[no-untyped-def]
     """Number of entries. Walks the whole table: for tests and statistics."""
     count = 0

@@ -1,95 +1,95 @@
-"""Who stays in the cache: recency in a window, frequency at its border (W-TinyLFU within each set of 16 ways).
+"""Who stays in the cache: the bundles with the most requests per time since the last one.
 
-A bundle that missed always enters the window of its set, as its most recent entry. The window has WINDOW ways; when it is
-full, its least recent entry leaves it and contends with the least recent entry of the set's main part: the one that the
-sketch saw more often stays (in the main part), the other is pushed out; the resident wins a tie. A hit makes an entry the
-most recent one of its set, wherever it is.
+An entry has a count (requests, at most 15) and an age (misses of its set since its last request, at most 255). Its worth is
+count / (age + PATIENCE): what a frequent bundle has earned fades as it is not asked for, in proportion; a new one has 1 /
+PATIENCE and soon less. A miss pushes out the entry of its set with the lowest worth, whether batches use its slot or not, and
+takes its place, so every bundle gets its chance. The sketch remembers the counts of those pushed out: a bundle that comes back
+goes on counting where it was. A hit writes two bytes of a line that the probe has read; all else is done on misses, when a
+disk read is due anyway. After hyperbolic caching (requests per time in the cache, Blankstein and others 2017) with the ghosts
+of ARC and S3-FIFO, within sets. `bench/policy.py` measures it against others, docs/lab-log.md has what was tried.
 
-    age byte of a way:  bit 7 = in the window, bits 0-3 = recency rank in the set (0 = most recent; a permutation of 0..15)
-
-This module decides, directory.py writes, sketch.py counts. Invariant: the ranks of a set are always a permutation.
+This module decides, directory.py finds and writes, sketch.py remembers.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from ssdgram._compiled import compiled
-from ssdgram.cache.directory import EMPTY, WAYS, clear, empty_ways, lowest_bit, write
-from ssdgram.cache.sketch import frequency
+from ssdgram._compiled import compiled_lean
+from ssdgram.cache.directory import EMPTY, WAYS, mix, probe, remove, set_of, write
+from ssdgram.cache.sketch import TOP, count_of, recall, remember
 
-WINDOW = 4                                                   # ways of a set that recency alone decides about
-IN_WINDOW = 0x80
-RANK = 0x0F
+PATIENCE = 8                                                 # in misses of a set, of which 16 make one turnover
+RANK_ONE = 1 << 16                                           # rank of worth 1
 
 
-@compiled
+@compiled_lean
 def touch(directory, sketch, s, way):  # type: ignore[no-untyped-def]
-    """A hit: the entry becomes the most recent of its set."""
-    ages = directory[s].age
-    old = ages[way] & RANK
-    for other in range(WAYS):
-        ages[other] += np.uint8((ages[other] & RANK) < old)
-    ages[way] = ages[way] & IN_WINDOW
+    """A hit."""
+    count = directory[s].count[way]
+    directory[s].count[way] = count + np.uint8(count < TOP)
+    directory[s].age[way] = 0
 
 
-@compiled
-def _oldest(directory, s, window):  # type: ignore[no-untyped-def]
-    """Least recent entry of the window (IN_WINDOW) or main part (0) of a set, or -1; and the number of entries of that part."""
-    oldest, rank_of_oldest, count = -1, -1, 0
-    for way in range(WAYS):
-        age = np.int64(directory[s].age[way])
-        if directory[s].group[way] != EMPTY and (age & IN_WINDOW) == window:
-            count += 1
-            if (age & RANK) > rank_of_oldest:
-                oldest, rank_of_oldest = way, age & RANK
-    return oldest, count
+@compiled_lean
+def _least_worth(directory, s):  # type: ignore[no-untyped-def]
+    """Way of the lowest worth in a set: an empty one if there is one, the longest unasked among equals."""
+    counts, ages = directory[s].count, directory[s].age
+    least, count, age = 0, np.int64(counts[0]), np.int64(ages[0]) + PATIENCE
+    for way in range(1, WAYS):
+        other_count, other_age = np.int64(counts[way]), np.int64(ages[way]) + PATIENCE
+        ahead = other_count * age - count * other_age        # compares the two quotients without dividing
+        if ahead < 0 or (ahead == 0 and other_age > age):
+            least, count, age = way, other_count, other_age
+    return least
 
 
-@compiled
+@compiled_lean
 def insert(directory, sketch, s, x, group, slot):  # type: ignore[no-untyped-def]
     """Give a bundle that missed its entry; the slot that was pushed out, or -1. The bundle must not be in the set already."""
-    border, in_window = _oldest(directory, s, IN_WINDOW)
-    empty = empty_ways(directory, s)
-    pushed_out = np.int64(-1)
-    if empty != 0:
-        way = lowest_bit(empty)
-        if in_window >= WINDOW:
-            directory[s].age[border] &= RANK
-    else:
-        way = border
-        victim, in_main = _oldest(directory, s, 0)
-        if border < 0:
-            way = victim
-        elif victim >= 0 and in_window >= WINDOW:
-            seen = frequency(sketch, directory[s].x[border], directory[s].group[border])
-            if seen > frequency(sketch, directory[s].x[victim], directory[s].group[victim]):
-                directory[s].age[border] &= RANK
-                way = victim
-        elif victim >= 0:                                    # the window lost entries to `remove`: it grows back
-            way = victim
-        pushed_out = np.int64(directory[s].slot[way])
-    write(directory, s, way, x, group, slot)
-    touch(directory, sketch, s, way)
-    directory[s].age[way] |= IN_WINDOW
+    count = min(recall(sketch, s, mix(x, group)) + 1, TOP)
+    way = _least_worth(directory, s)
+    pushed_out = evict(directory, sketch, s, way)
+    ages = directory[s].age
+    for other in range(WAYS):
+        ages[other] += np.uint8(ages[other] < 255)
+    write(directory, s, way, x, group, slot, count)
     return pushed_out
 
 
-@compiled
-def remove(directory, s, way):  # type: ignore[no-untyped-def]
-    """Take an entry out (its slot is the caller's); its way becomes the least recent of the set."""
-    ages = directory[s].age
-    old = ages[way] & RANK
-    for other in range(WAYS):
-        ages[other] -= np.uint8((ages[other] & RANK) > old)
-    ages[way] = WAYS - 1
-    clear(directory, s, way)
+@compiled_lean
+def evict(directory, sketch, s, way):  # type: ignore[no-untyped-def]
+    """Take an entry out and remember its count; its slot, or -1 for a way that is empty already."""
+    slot = np.int64(directory[s].slot[way])
+    if directory[s].group[way] != EMPTY:
+        remember(sketch, s, mix(directory[s].x[way], directory[s].group[way]), np.int64(directory[s].count[way]))
+        remove(directory, s, way)
+    return slot
 
 
-@compiled
+@compiled_lean
 def rank(directory, sketch, s, way):  # type: ignore[no-untyped-def]
-    """How much an entry deserves to stay, int64: for the reclaim sweep, which takes the smallest first. Empty ways: -1."""
+    """An entry's worth as int64, comparable across sets: evict the smallest first. -1 for an empty way."""
     if directory[s].group[way] == EMPTY:
-        return -1
-    seen = frequency(sketch, directory[s].x[way], directory[s].group[way])
-    return seen * WAYS + (WAYS - 1 - np.int64(directory[s].age[way] & RANK))
+        return np.int64(-1)
+    return np.int64(directory[s].count[way]) * RANK_ONE // (np.int64(directory[s].age[way]) + PATIENCE)
+
+
+@compiled_lean
+def frequency(directory, sketch, x, group):  # type: ignore[no-untyped-def]
+    """Requests for a bundle as far as the cache remembers, int64 in 0..15, whether it is in the directory or not."""
+    s = set_of(x, group, directory.shape[0])
+    way = probe(directory, s, x, group)
+    if way >= 0:
+        return np.int64(directory[s].count[way])
+    return count_of(sketch, s, mix(x, group))
+
+
+@compiled_lean
+def standing(directory, sketch, x, group):  # type: ignore[no-untyped-def]
+    """The `rank` of a bundle's entry, -1 for a bundle without entry: by this the HBM tier chooses what it gives up."""
+    s = set_of(x, group, directory.shape[0])
+    way = probe(directory, s, x, group)
+    if way < 0:
+        return np.int64(-1)
+    return rank(directory, sketch, s, way)

@@ -1,93 +1,91 @@
-"""Frequency sketch: how often a bundle was asked for lately, up to 15, for bundles in the cache and for those that are not.
+"""Sketch of the past: how often bundles that were pushed out had been asked for, 32 of them per directory set.
 
-    one block, 64 bytes, one cache line:  3 rows of 37 four-bit counters in 7 words | added u32 | spare
-    a bundle owns one counter of each row of its block; its frequency is the smallest of the three
+    one block, 64 bytes, one cache line:  ghost u16[32], a word = 12 bits of fingerprint, 4 bits of count; 0 = none
+    remember:  asked for once        ──► enters at place ONCE, those behind move back, the last is forgotten
+               asked for more often  ──► enters at place 0
+    recall:    taken out, those behind move up
 
-A count-min sketch in blocks: an estimate is never below the true count since the block was last halved (as long as that is
-below 15), and too high only where all three counters are shared. There is one block per directory set, chosen by the same
-hash: the bundles that contend with each other are counted in one block and age together. After LIMIT additions the counters
-of that block are halved, 64 bytes of work and never more at once. Counters that stand at 15 add nothing, so one very hot
-bundle does not age its neighbours. It knows nothing of slots, ways or tiers: the HBM tier asks the same sketch.
+So a set remembers its last 24 or more evictions, and longer those that were wanted more than once. The fingerprint makes a
+false memory possible (below 1 % of recalls at 32 ghosts of 12 bits), which costs a wrong count and nothing else. Each step
+works on one line; there is no ageing pass. It knows nothing of slots and ways. Invariant: no word behind an empty one.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from ssdgram._compiled import address_of, compiled, prefetch
-from ssdgram.cache.directory import mix, set_of
+from ssdgram._compiled import address_of, compiled_lean, prefetch
+from ssdgram.cache.directory import on_lines, set_of
 
-ROWS, WIDTH, TOP = 3, 37, 15
-LIMIT = 160                                                  # additions to a block between two halvings: 10 per way
+GHOSTS = 32
+ONCE = 8                                                     # where bundles enter that were asked for only once
+TOP = 15                                                     # counts stop here
 
-BLOCK = np.dtype([("counters", np.uint64, 7), ("added", np.uint32), ("spare", np.uint32)])
+BLOCK = np.dtype([("ghost", np.uint16, GHOSTS)])
 BLOCK_BYTES = BLOCK.itemsize
 
 
 def allocate(sets: int) -> np.ndarray:
-    """An empty sketch of its own, BLOCK [sets], on a cache-line boundary (the store lays its own over the arena)."""
-    memory = np.zeros((sets + 1) * BLOCK_BYTES, np.uint8)
-    start = -memory.ctypes.data % 64
-    sketch: np.ndarray = memory[start : start + sets * BLOCK_BYTES].view(BLOCK)
-    return sketch
+    """An empty sketch of its own for a directory of `sets` sets, BLOCK [sets]."""
+    return on_lines(sets, BLOCK)
 
 
-@compiled
+@compiled_lean
 def init(sketch):  # type: ignore[no-untyped-def]
     """Forget everything."""
     for block in range(sketch.shape[0]):
-        for word in range(7):
-            sketch[block].counters[word] = np.uint64(0)
-        sketch[block].added = np.uint32(0)
+        for place in range(GHOSTS):
+            sketch[block].ghost[place] = 0
 
 
-@compiled
+@compiled_lean
 def prefetch_sketch(sketch, x, group):  # type: ignore[no-untyped-def]
-    """Ask for the bundle's block without waiting."""
+    """Ask for the bundle's block without waiting: worth it for a bundle that missed."""
     prefetch(address_of(sketch, set_of(x, group, sketch.shape[0])))
 
 
-@compiled
-def _place(h, row):  # type: ignore[no-untyped-def]
-    """Counter (0..110) of a mixed hash in a row, from ten bits that chose neither the set nor another row's counter."""
-    bits = (h >> np.uint64(10 * row)) & np.uint64(0x3FF)
-    return row * WIDTH + np.int64((bits * np.uint64(WIDTH)) >> np.uint64(10))
+@compiled_lean
+def _place(sketch, block, h):  # type: ignore[no-untyped-def]
+    """Place of the bundle of mixed hash `h` among the ghosts of its block, or GHOSTS."""
+    wanted = (h >> np.uint64(8)) & np.uint64(0xFFF)
+    place = GHOSTS
+    for k in range(GHOSTS):
+        word = np.uint64(sketch[block].ghost[k])
+        if word >> np.uint64(4) == wanted and word != 0:
+            place = min(place, k)
+    return place
 
 
-@compiled
-def _counter(sketch, block, place):  # type: ignore[no-untyped-def]
-    return np.int64((sketch[block].counters[place >> 4] >> np.uint64(4 * (place & 15))) & np.uint64(15))
+@compiled_lean
+def count_of(sketch, block, h):  # type: ignore[no-untyped-def]
+    """Remembered count of the bundle of mixed hash `h`, int64, 0 if it is forgotten."""
+    place = _place(sketch, block, h)
+    if place == GHOSTS:
+        return np.int64(0)
+    return np.int64(sketch[block].ghost[place] & 15)
 
 
-@compiled
-def frequency(sketch, x, group):  # type: ignore[no-untyped-def]
-    """Estimated requests for the bundle since about two halvings, int64 in 0..15."""
-    h = mix(x, group)
-    block = set_of(x, group, sketch.shape[0])
-    return min(_counter(sketch, block, _place(h, 0)), _counter(sketch, block, _place(h, 1)),
-               _counter(sketch, block, _place(h, 2)))
+@compiled_lean
+def remember(sketch, block, h, count):  # type: ignore[no-untyped-def]
+    """The bundle of mixed hash `h` is pushed out after `count` (1..TOP) requests."""
+    ghosts = sketch[block].ghost
+    place = ONCE if count == 1 else 0
+    while place > 0 and ghosts[place - 1] == 0:              # no gap in a block that is filling
+        place -= 1
+    for k in range(GHOSTS - 1, place, -1):
+        ghosts[k] = ghosts[k - 1]
+    ghosts[place] = np.uint16(((h >> np.uint64(4)) & np.uint64(0xFFF0)) | np.uint64(count))
 
 
-@compiled
-def record_access(sketch, x, group):  # type: ignore[no-untyped-def]
-    """Count one request for the bundle, hit or miss."""
-    h = mix(x, group)
-    block = set_of(x, group, sketch.shape[0])
-    lowest = frequency(sketch, x, group)
-    if lowest == TOP:
-        return
-    for row in range(ROWS):                                  # conservative update: only the smallest counters grow
-        place = _place(h, row)
-        if _counter(sketch, block, place) == lowest:
-            sketch[block].counters[place >> 4] += np.uint64(1) << np.uint64(4 * (place & 15))
-    sketch[block].added += np.uint32(1)
-    if sketch[block].added >= LIMIT:
-        halve(sketch, block)
-
-
-@compiled
-def halve(sketch, block):  # type: ignore[no-untyped-def]
-    """Halve all counters of one block."""
-    for word in range(7):
-        sketch[block].counters[word] = (sketch[block].counters[word] >> np.uint64(1)) & np.uint64(0x7777777777777777)
-    sketch[block].added >>= np.uint32(1)
+@compiled_lean
+def recall(sketch, block, h):  # type: ignore[no-untyped-def]
+    """Take the bundle of mixed hash `h` out of the ghosts: its count, or 0 if it is forgotten."""
+    place = _place(sketch, block, h)
+    if place == GHOSTS:
+        return np.int64(0)
+    ghosts = sketch[block].ghost
+    count = np.int64(ghosts[place] & 15)
+    for k in range(place, GHOSTS - 1):
+        ghosts[k] = ghosts[k + 1]
+    ghosts[GHOSTS - 1] = 0
+    return count
