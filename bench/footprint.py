@@ -52,7 +52,7 @@ def growth(out: str, dram: str, batches: str, longest: str) -> dict[str, Any]:
 
     random = np.random.default_rng()
     marks = {"imported": memory()}
-    with ssdgram.store.open(out, dram) as store:
+    with ssdgram.store.open(out, dram, tuning=ssdgram.store.Tuning(degraded_after_s=30)) as store:
         marks["opened"] = memory()
 
         def serve(tokens: np.ndarray) -> None:
@@ -72,7 +72,8 @@ def growth(out: str, dram: str, batches: str, longest: str) -> dict[str, Any]:
         marks["filled"] = memory()
         known, long = [fresh(64) for _ in range(64)], fresh(int(longest))
         for k in range(int(batches)):
-            serve(fresh(64) if k % 8 == 7 else long if k % 8 == 3 else known[k % 64])
+            # 9 shares no factor with the number of batch rows, so long ones come to all of them
+            serve(fresh(64) if k % 9 == 8 else long if k % 9 == 4 else known[k % 64])
         marks["end"] = memory()
         after = store.stats()
         return {"marks": marks, "filling_batches": filling, "batches": int(batches), "slots": after.slots,
