@@ -1,0 +1,190 @@
+"""The store on a GPU, in one run: host tokens to rows of all layers, the hot set's load, memory against the budgets.
+
+    python -m ssdgram.bench.gpu_store [--folder F] [--rows 120000] [--out FOLDER]
+
+Makes a store of its own (made-up rows, the real tokenizer's map; about 3 GiB at the default size), serves random tokens that
+were all served before (warm, in DRAM), and checks every row of the first round bit by bit. The peer's figures for the same
+machine come from bench/gpu.py, in the same call of bench/gpu_machine.sh. A time is host wall clock from the call of `prefetch`
+to the end of the last gather; medians over at least 40 rounds of fresh token lists.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import torch
+
+import ssdgram
+from ssdgram.bench.facts import facts, write_results
+from ssdgram.tools.synth import expected_rows
+
+TOKENS = (1, 16, 64, 256, 1024, 8192)
+PROMPTS = 6                                                  # token lists for each T: fresh ids from round to round
+
+
+def build(folder: Path, rows: int) -> Path:
+    """A store of about `rows` rows a column under `folder`, made if it is not there."""
+    if not (folder / "out" / "manifest.json").exists():
+        ssdgram.synthesize(folder / "ckpt", vocab_size=rows, seed=1)
+        ssdgram.convert(folder / "ckpt", folder / "out")
+        shutil.rmtree(folder / "ckpt")
+    return folder / "out"
+
+
+def check(store: Any, tokens: np.ndarray) -> int:
+    """Rows of all layers that are not the made-up ones (0)."""
+    wrong = 0
+    ids = store.geometry.row_ids(tokens, store._token_map)
+    with store.prefetch(tokens) as batch:
+        for index, layer in enumerate(store.layers):
+            found = batch.packed(layer).cpu().numpy()
+            wrong += int((found != expected_rows(1, layer, ids[:, index], store.geometry)).any(axis=2).sum())
+    return wrong
+
+
+def one_round(store: Any, tokens: np.ndarray, outs: list[torch.Tensor]) -> tuple[float, float, float]:
+    """(us from tokens to the last row, us of the `prefetch` call, us of the plan) of one batch."""
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    batch = store.prefetch(tokens)
+    called = time.perf_counter()
+    for layer, out in zip(store.layers, outs, strict=True):
+        batch.rows(layer, out=out)
+    torch.cuda.synchronize()
+    ended = time.perf_counter()
+    planned = batch.timing["published_us"]
+    batch.release()
+    return (ended - begun) * 1e6, (called - begun) * 1e6, planned
+
+
+def end_to_end(store: Any, rounds: int) -> dict[str, dict[str, float]]:
+    """Medians by T, and rows that were wrong."""
+    generator, results = np.random.default_rng(7), {}
+    for count in TOKENS:
+        prompts = [generator.integers(0, 129_000, count) for _ in range(PROMPTS)]
+        wrong = sum(check(store, prompt) for prompt in prompts)
+        outs = [torch.empty(count, len(store.columns), store.dim, dtype=torch.bfloat16, device="cuda") for _ in store.layers]
+        for prompt in prompts:
+            one_round(store, prompt, outs)
+        before = store.stats().reads
+        times = np.array([one_round(store, prompts[number % PROMPTS], outs) for number in range(rounds)])
+        median = np.median(times, axis=0)
+        results[str(count)] = {"us": round(float(median[0]), 1), "p99_us": round(float(np.quantile(times[:, 0], 0.99)), 1),
+                               "prefetch_us": round(float(median[1]), 1), "plan_us": round(float(median[2]), 1),
+                               "wrong_rows": wrong, "reads": store.stats().reads - before}
+        print(f"T {count:6}: {median[0]:9.1f} us  prefetch {median[1]:7.1f}  plan {median[2]:8.1f}  wrong rows {wrong}  "
+              f"reads {results[str(count)]['reads']}", flush=True)
+    return results
+
+
+def memory_section(out: Path, dram: int, hbm: int) -> dict[str, float]:
+    """GPU and pinned memory that a store takes, as shares of its budgets, after its cache was filled."""
+    torch.cuda.synchronize()
+    free_before = torch.cuda.mem_get_info()[0]
+    with ssdgram.open(out, dram=dram, hbm=hbm, device="cuda") as store:
+        generator = np.random.default_rng(8)
+        for _ in range(400):
+            with store.prefetch(np.minimum(generator.geometric(0.001, 2048), 129_000) - 1) as batch:
+                batch.rows(store.layers[0])
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        taken = free_before - torch.cuda.mem_get_info()[0]
+        pinned = store._arena.size + store._cuda.pool.bytes  # type: ignore[union-attr]
+        stats = store.stats()
+    return {"gpu_bytes_over_hbm": taken / hbm, "pinned_bytes_over_dram": pinned / dram, "hbm_hits": sum(
+        count for (tier, _), count in stats.hits.items() if tier == "hbm"), "dram_hits": sum(
+        count for (tier, _), count in stats.hits.items() if tier == "dram")}
+
+
+def hotset_section(out: Path, folder: Path, dram: int) -> dict[str, float]:
+    """Hit rate before and after a restart with a hot set, and the rate at which it loads, against a plain direct read of it."""
+    path, generator = folder / "hot", np.random.default_rng(9)
+    prompts = [np.minimum(generator.geometric(0.0002, 2048), 129_000) - 1 for _ in range(60)]
+
+    def rate(store: Any, part: list[np.ndarray]) -> float:
+        before = store.stats()
+        for prompt in part:
+            with store.prefetch(prompt) as batch:
+                batch.wait()
+        after = store.stats()
+        missed = sum(after.misses.values()) - sum(before.misses.values())
+        found = sum(after.hits.values()) + sum(after.joins.values()) - sum(before.hits.values()) - sum(before.joins.values())
+        return found / (found + missed)
+
+    with ssdgram.open(out, dram=dram, device="cuda", hotset=path) as store:
+        rate(store, prompts[:40])
+        steady = rate(store, prompts[40:50])
+    drop(path)
+    with ssdgram.open(out, dram=dram, device="cuda", hotset=path) as store:
+        first = rate(store, prompts[50:])
+        loaded, bundles = store.hotset_load_s, store.hot_bundles
+    drop(path)
+    size, begun = path.stat().st_size, time.perf_counter()
+    direct_read(path)
+    sequential = time.perf_counter() - begun
+    return {"steady_hit_rate": steady, "first_hit_rate": first, "bundles": bundles, "bytes": size, "load_s": loaded,
+            "sequential_read_s": sequential, "share_of_sequential_rate": sequential / loaded if loaded else 0.0}
+
+
+def drop(path: Path) -> None:
+    """Take the file out of the page cache."""
+    import os
+
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+
+
+def direct_read(path: Path) -> None:
+    """Read the whole file by 8 MiB, two in flight, past the page cache."""
+    import mmap
+    import os
+    from concurrent.futures import ThreadPoolExecutor
+
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    buffers = [mmap.mmap(-1, 8 << 20) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda k: os.preadv(descriptor, [buffers[k % 2]], k * (8 << 20)), range(-(-path.stat().st_size // (8 << 20)))))
+    os.close(descriptor)
+
+
+@click.command()
+@click.option("--folder", type=click.Path(path_type=Path), default=None, help="where the store is made; a temporary folder if not given")
+@click.option("--rows", default=120_000, help="rows a column, about")
+@click.option("--dram", default="4GiB")
+@click.option("--rounds", default=60)
+@click.option("--out", type=click.Path(path_type=Path), default=None, help="a folder that gets a copy of the results")
+def main(folder: Path | None, rows: int, dram: str, rounds: int, out: Path | None) -> None:
+    """Measure the store on a GPU: end to end, memory, hot set."""
+    own = folder is None
+    folder = folder or Path(tempfile.mkdtemp(prefix="ssdgram-"))
+    try:
+        begun = time.monotonic()
+        store_folder = build(folder, rows)
+        print(f"store made in {time.monotonic() - begun:.0f} s", flush=True)
+        payload: dict[str, Any] = {"facts": facts() | {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}}
+        with ssdgram.open(store_folder, dram=dram, device="cuda") as store:
+            payload["queue"], payload["capacity"] = store.queue, store.capacity
+            payload["end_to_end"] = end_to_end(store, rounds)
+        payload["memory"] = memory_section(store_folder, 1 << 30, 1 << 30)
+        print(json.dumps(payload["memory"]), flush=True)
+        payload["hotset"] = hotset_section(store_folder, folder, 1 << 30)
+        print(json.dumps(payload["hotset"]), flush=True)
+        path = write_results("gpu-store", payload)
+        if out is not None:
+            shutil.copy(path, out / path.name)
+    finally:
+        if own:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
