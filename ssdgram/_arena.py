@@ -19,7 +19,7 @@ import numpy as np
 
 Spec = tuple[str, np.dtype | type, tuple[int, ...]]
 ALIGNMENT = 4096
-MADV_DONTFORK, MADV_HUGEPAGE = 10, 14
+MADV_REMOVE, MADV_DONTFORK, MADV_HUGEPAGE = 9, 10, 14
 
 
 def rounded(size: int, to: int = ALIGNMENT) -> int:
@@ -65,12 +65,18 @@ class Arena:
         return self._arrays[key]
 
     def forget(self) -> None:
-        """In a forked child: give up the descriptor; the mapping was not inherited."""
+        """In a forked child: give up the descriptor; the mapping was not inherited. Nor may it be unmapped here: something else
+        of the child may lie there by then, so the object that would do it lives for ever."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._map))
+        self._give_up_descriptor()
+
+    def close(self) -> None:
+        """Give the memory back to the system, views of it or not: they read zeros from now on. Nobody writes to it any more."""
+        self._advise(MADV_REMOVE)
+        self._give_up_descriptor()
+        self._arrays.clear()
+
+    def _give_up_descriptor(self) -> None:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-
-    def close(self) -> None:
-        """Give up the descriptor and our references; the memory goes when the last view of it is gone."""
-        self.forget()
-        self._arrays.clear()

@@ -23,6 +23,7 @@ from ssdgram.errors import BudgetError
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40,
          "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 MIN_FREE_SLOTS = 64                                          # slots beyond the dead bundles, at the least
+MOST_SLOTS = 1 << 30                                         # their numbers are int32
 MOST_PAGES = 1 << 16
 LEAST_PAGES = 1 << 10
 
@@ -142,7 +143,7 @@ def sizes(budget: int, shape: Shape) -> Sizes:
     if with_slots(least).total > budget:
         need = rounded(with_slots(least).total, 1 << 20)
         raise BudgetError(f"dram is {budget} bytes: the tables of this store need at least {need} bytes ({need >> 20} MiB)")
-    low, high = least, max(least + 1, budget // shape.stride + 1)
+    low, high = least, min(MOST_SLOTS, max(least + 1, budget // shape.stride + 1))
     while high - low > 1:
         middle = (low + high) // 2
         if with_slots(middle).total <= budget:

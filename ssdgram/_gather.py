@@ -24,12 +24,12 @@ def rows(batch: Batch, index: int, out: torch.Tensor | None) -> torch.Tensor:
     import torch
 
     store = batch._store
-    batch.wait(store.layers[index])
     if store._cuda is not None:
+        batch.wait(store.layers[index])
         return store._cuda.run(batch, index, "rows", out)
     result = _output(out, (len(batch), len(store.columns), store.dim), torch.bfloat16)
-    _run(gather_bf16, batch, index, result.view(torch.int16).numpy().view(np.uint16))
-    store._served_bytes += len(batch) * len(store.columns) * store.row_bytes
+    batch.wait(store.layers[index])
+    _run(gather_bf16, batch, index, result.detach().view(torch.int16).numpy().view(np.uint16))
     return result
 
 
@@ -38,12 +38,12 @@ def packed(batch: Batch, index: int, out: torch.Tensor | None) -> torch.Tensor:
     import torch
 
     store = batch._store
-    batch.wait(store.layers[index])
     if store._cuda is not None:
+        batch.wait(store.layers[index])
         return store._cuda.run(batch, index, "packed", out)
     result = _output(out, (len(batch), len(store.columns), store.row_bytes), torch.uint8)
+    batch.wait(store.layers[index])
     _run(gather_packed, batch, index, result.numpy())
-    store._served_bytes += result.numel()
     return result
 
 
@@ -65,13 +65,18 @@ def _run(gather: Any, batch: Batch, index: int, out: np.ndarray) -> None:
     orders = store.geometry.orders
     gather(store._state.slab.ctypes.data, store._stride, batch._slots.reshape(-1), index * positions * orders, orders,
            store._gather_groups, store._row_format(index), out, 0, positions)
+    batch._check()                                           # closed meanwhile: the slots may hold anything
+    store._count_served(positions * len(store.columns) * store.row_bytes)
 
 
 def _output(out: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     import torch
 
     if out is None:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    expected = f"expected a contiguous {dtype} {list(shape)} on the CPU"
+    if not isinstance(out, torch.Tensor):
+        raise ConfigError(f"out is a {type(out).__name__}: {expected}")
     if tuple(out.shape) != shape or out.dtype != dtype or out.device.type != "cpu" or not out.is_contiguous():
-        raise ConfigError(f"out is {out.dtype} {list(out.shape)} on {out.device}: expected a contiguous {dtype} {list(shape)} on the CPU")
+        raise ConfigError(f"out is {out.dtype} {list(out.shape)} on {out.device}: {expected}")
     return out

@@ -21,8 +21,10 @@ import numpy as np
 from ssdgram import _plan_state as p
 from ssdgram import _state as s
 from ssdgram._calls import FAILED, READY, REFUSED, TIMED_OUT, outcome, wait_layer
+from ssdgram.cache.directory import mix
 from ssdgram.errors import (BatchReleasedError, BatchTooLargeError, ReadError, ReadTimeoutError, RowCheckError, StoreBusyError,
                             TokenError)
+from ssdgram.kernels.hash import OUTPUT, STARTS
 from ssdgram.layout.page import describe, page_fault, signed
 
 if TYPE_CHECKING:
@@ -82,7 +84,7 @@ class Batch:
             now = time.monotonic()
             if now >= self._cut_short(deadline, begin):
                 break
-            result = int(wait_layer(words, self._base, index, min(NAP_NS, max(0, int((deadline - now) * 1e9))), SPIN_NS))
+            result = int(wait_layer(words, self._base, index, int(min(NAP_NS, max(0.0, (deadline - now) * 1e9))), SPIN_NS))
             if result == TIMED_OUT:
                 self._check()
         store._count_wait(time.monotonic() - begin)
@@ -133,20 +135,26 @@ class Batch:
 
     def release(self) -> None:
         """Give the slots back. Idempotent. Reads under way go on and fill the cache; nothing of them reaches this batch."""
-        if not self._released:
-            self._released = True
-            self._store._hand_back(self)
+        if self._released and self._store._usable():
+            return
+        self._store._hand_back(self)
+        self._released = True
 
     def __enter__(self) -> Batch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.release()
+        if not self._store._inherited():                     # a child that leaves its parent's `with` has nothing to release
+            self.release()
 
     def __del__(self) -> None:
         if not getattr(self, "_released", True) and self._store._usable():
-            warnings.warn(f"{self!r} was dropped without release()", ResourceWarning, stacklevel=2, source=self)
             self.release()
+            warnings.warn(f"{self!r} was dropped without release()", ResourceWarning, stacklevel=2, source=self)
+
+    def _disown(self) -> None:
+        """This object stands for the planner's batch no more: nothing happens when it is dropped."""
+        self._released = True
 
     def _check(self) -> None:
         self._store._check()
@@ -169,42 +177,70 @@ class Batch:
         return self._timeout_error(index, layer, waited_s)
 
     def _distinct_bundles(self) -> int:
-        keys = self._store._keys_of(*self._flat)
-        return sum(len(np.unique(keys[:, g])) for g in range(keys.shape[1]) if self._store._plan.groups["heads"][g] > 0)
+        """Bundles served here that the batch needs at once, those apart that every store holds anyway. For messages only."""
+        store = self._store
+        keys, dead = store._keys_of(*self._flat), store._keys_of(np.zeros(1, np.int32), np.full(1, STARTS | OUTPUT, np.uint8))[0]
+        rank, world = store._owner
+        count = 0
+        for g, group in enumerate(store._plan.groups):
+            if group["heads"] > 0:
+                distinct = np.setdiff1d(keys[:, g], dead[g:g + 1])
+                count += sum(int(mix(x, group["number"])) % world == rank for x in distinct) if world > 1 else len(distinct)
+        return count
 
     def _timeout_error(self, index: int, layer: int, waited_s: float) -> Exception:
-        store, words = self._store, self._store._plan.words
-        if words[self._base + p.W_STARVED] or words[self._base + p.W_STAGE] in (p.QUEUED, p.PLANNING):
-            others = sorted(int(store._plan.batches["ticket"][b]) for b in store._plan.active[:int(store._plan.control[p.C_ACTIVE])]
-                            if b != self._row and store._plan.batches["ticket"][b] > 0)
+        store, plan = self._store, self._store._plan
+        active = [int(b) for b in plan.active[:int(plan.control[p.C_ACTIVE])]]
+        stages = {b: int(plan.words[b * store._line + p.W_STAGE]) for b in active}
+        starved = any(plan.words[b * store._line + p.W_STARVED] for b in active)
+        if starved and stages.get(self._row) in (p.QUEUED, p.PLANNING, p.UNWINDING):
+            need = self._distinct_bundles()
+            if need > store.capacity:
+                return BatchTooLargeError(need, store.capacity)
+            others = sorted(int(plan.batches["ticket"][b]) for b in active if b != self._row and plan.batches["ticket"][b] > 0)
             return StoreBusyError(f"batch {self.ticket} found no free slots for {waited_s:.3g} s: unreleased batches {others} hold "
                                   f"them; release batches earlier, or open the store with a larger dram= budget", others)
-        line = self._row * len(store.layers) + index
-        held = self._held[index, :int(store._plan.layers["held"][line])]
-        outstanding = int(store._plan.slots["pending"][np.unique(held)].sum())
-        state = p.STATE_NAMES[int(store._plan.control[p.C_STATE])]
+        state = p.STATE_NAMES[int(plan.control[p.C_STATE])]
+        outstanding = self._outstanding(index)
         return ReadTimeoutError(f"layer {layer} of batch {self.ticket}: {outstanding} rows have not arrived after {waited_s:.3g} s (store "
                                 f"{state}, oldest read {store.stats().oldest_read_age_s:.3g} s old); is the drive answering?",
                                 layer=layer, outstanding=outstanding, age_s=waited_s)
 
+    def _outstanding(self, index: int) -> int:
+        """Rows of a layer that are not in their slots yet, of the bundles planned so far."""
+        plan = self._store._plan
+        line = self._row * len(self._ready) + index
+        slots = plan.slots[np.unique(self._held[index, :int(plan.layers["held"][line])])]
+        unread = slots["status"] == p.SLOT_RESERVED
+        heads = plan.groups["heads"][plan.group_index[slots["group"][unread]]]
+        return int(slots["pending"][slots["status"] == p.SLOT_READING].sum() + heads.sum())
+
     def _read_error(self, index: int, layer: int) -> ReadError:
-        store = self._store
+        """The error of a layer that failed: all that is wrong with the page of its first bad bundle, and how many more there are."""
+        store, plan = self._store, self._store._plan
         line = self._row * len(store.layers) + index
-        slot = int(store._plan.layers["failed_slot"][line])
-        record = store._plan.slots[slot]
-        file = int(record["failed_file"])
-        row = int(record["x"]) % int(store._state.files["rows"][file])
-        page = row // store.manifest.rows_per_page
-        positions = np.flatnonzero((self._slots[index] == slot).any(axis=1)).tolist()
-        path, status = str(store._paths[file]), int(record["failure"])
-        where = f"layer {layer}, {path}, page {page}, row {row}, token positions {positions[:8]}{'…' if len(positions) > 8 else ''}"
-        details: dict[str, Any] = {"layer": layer, "file": path, "page": page, "rows": [row], "positions": positions}
+        first = plan.slots[int(plan.layers["failed_slot"][line])]
+        file, status = int(first["failed_file"]), int(first["failure"])
+        column_rows, per_page = int(store._state.files["rows"][file]), store.manifest.rows_per_page
+        page = int(first["x"]) % column_rows // per_page
+        held = np.unique(self._held[index, :int(plan.layers["held"][line])])
+        failed = held[plan.slots["status"][held] == p.SLOT_FAILED]
+        row_of = plan.slots["x"][failed] % column_rows
+        here = (plan.slots["failed_file"][failed] == file) & (row_of // per_page == page)
+        rows = np.unique(row_of[here]).tolist()
+        positions = np.flatnonzero(np.isin(self._slots[index], failed[here]).any(axis=1)).tolist()
+        more = f" ({len(failed) - int(here.sum())} more bundles of this layer failed)" if not here.all() else ""
+        path = str(store._paths[file])
+        where = f"layer {layer}, {path}, page {page}, rows {_some(rows)}, token positions {_some(positions)}{more}"
+        details: dict[str, Any] = {"layer": layer, "file": path, "page": page, "rows": rows, "positions": positions}
+        tries = f"{store.tuning.retries + 2} reads by two paths"
         if status == s.READ_CHECK:
-            return RowCheckError(f"{where}: the row's checksum is wrong after {store.tuning.retries + 1} reads by two paths; "
-                                 f"{self._page_says(file, page)}; run `ssdgram verify`, then restore the file or convert again", **details)
+            return RowCheckError(f"{where}: wrong checksum after {tries}; {self._page_says(file, page)}; run `ssdgram verify`, then "
+                                 f"restore the file or convert again", **details)
         if status == s.READ_SHORT:
             return ReadError(f"{where}: the file ends before this page; it was truncated: restore it or convert again", **details)
-        error = ReadError(f"{where}: {os.strerror(status)} after {store.tuning.retries + 1} reads by two paths", **details)
+        error = ReadError(f"{where}: {os.strerror(status)} after {tries}; look at the drive (dmesg), restore the file or convert "
+                          f"again", **details)
         error.errno = status
         return error
 
@@ -221,3 +257,8 @@ class Batch:
         fault = int(page_fault(buffer.ctypes.data, store.manifest.row_bytes, int(record["rows"]), signed(store.manifest.generation),
                                int(record["layer"]), int(record["column"]), page))
         return f"the page is {describe(fault, store.manifest.row_bytes, page)}"
+
+
+def _some(numbers: list[int]) -> str:
+    """The first few, for a message."""
+    return f"[{', '.join(map(str, numbers[:8]))}{', …' if len(numbers) > 8 else ''}]"

@@ -15,7 +15,9 @@ import atexit
 import builtins
 import contextlib
 import logging
+import operator
 import os
+import signal
 import threading
 import time
 import warnings
@@ -27,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ssdgram import _opening, queues
+from ssdgram import _opening, machine, queues
 from ssdgram import _plan_state as p
 from ssdgram import _state as s
 from ssdgram._arena import Arena
@@ -36,8 +38,8 @@ from ssdgram._calls import free_row, hand_back, push_request, submit, wait_free
 from ssdgram._compiled import compile_for
 from ssdgram._planner import planner_loop
 from ssdgram.batch import Batch
-from ssdgram.errors import (ConfigError, ForkedStoreError, SSDGramError, StoreBusyError, StoreClosedError,
-                            StoreReplacedError)
+from ssdgram.errors import (BudgetError, ConfigError, ForkedStoreError, SSDGramError, StoreBusyError, StoreClosedError,
+                            StoreReplacedError, UnavailableError)
 from ssdgram.hotset import load as load_hotset
 from ssdgram.hotset import save as save_hotset
 from ssdgram.kernels.gather_cpu import RowFormat, row_format
@@ -52,7 +54,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ssdgram")
 PRIORITIES = {"step": s.STEP, "background": s.BACKGROUND}
+QUEUES = ("auto", "uring", "threads", "gds")
 WARM_WINDOW = 512                                            # flat tokens that `warm` plans at a time
+ROW_WAIT_S = 5.0                                             # how long `prefetch` waits for a batch that is being released
 _open_stores: weakref.WeakSet[Store] = weakref.WeakSet()
 _leaked: list[Any] = []                                      # memory that a drive may still write to
 
@@ -71,6 +75,19 @@ class Tuning:
     degraded_after_s: float = 2.0                            # a read of that age makes the store degraded
     degraded_wait_s: float = 0.25                            # how long a wait may take then
     identity_check_s: float = 1.0                            # how often the manifest is looked at
+
+    def __post_init__(self) -> None:
+        cpus = os.sched_getaffinity(0)
+        for name, least, most in (("readers", 1, 256), ("depth", 1, 4096), ("background_depth", 1, 1 << 20),
+                                  ("batches", 2, 1 << 16), ("retries", 0, 1000)):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int) and least <= value <= most):
+                raise ConfigError(f"Tuning: {name} is {value!r}: expected {least} .. {most}")
+        for name in ("spin_us", "degraded_after_s", "degraded_wait_s", "identity_check_s"):
+            if not 0 <= getattr(self, name) <= 1e6:
+                raise ConfigError(f"Tuning: {name} is {getattr(self, name)!r}: expected 0 .. 1e6")
+        if self.affinity is not None and not set(self.affinity) & cpus:
+            raise ConfigError(f"Tuning: affinity is {self.affinity!r}: expected some of this process's CPUs, {sorted(cpus)}")
 
 
 def open(out: str | os.PathLike[str], dram: str | int = "1GiB", hbm: str | int = "0", device: str = "cpu", queue: str = "auto",
@@ -109,10 +126,11 @@ class Store:
         self.notices: list[str] = []
         self._lock = threading.RLock()                       # a dropped Batch may be released by the collector at any point
         self._tickets = 0
-        self._hotset, self.hot_bundles, self.hotset_load_s = hotset, 0, 0.0
+        self._hotset, self.hot_bundles = hotset, 0
         self._cuda: CudaSide | None = None
         self._row_formats: dict[int, RowFormat] = {}
         self._alive: dict[int, Any] = {}                     # row -> what its addresses point into
+        self._leaving: set[int] = set()                      # rows handed back, or of `warm`: free as soon as the planner is done
         self._wait_counts, self._wait_us_sum, self._served_bytes = np.zeros(WAIT_BUCKETS, np.int64), 0.0, 0
         all_paths = resolve(out, self.manifest, stripes)
         self._paths = [all_paths[index * self.geometry.columns + column]
@@ -124,7 +142,7 @@ class Store:
                            f"the page cache, which costs memory and copies")
             self._start(parse_size(dram, "dram"), parse_size(hbm, "hbm"), queue)
         except BaseException:
-            _opening.close_files(self._pairs)
+            self._close_files()
             raise
 
     def _start(self, budget: int, hbm_budget: int, queue_name: str) -> None:
@@ -139,16 +157,26 @@ class Store:
         hbm_slots = hbm_budget // _opening.slot_stride(self.geometry, self._selection)
         files = _opening.file_records(self.manifest, self._selection, self._pairs)
         _opening.check_first_pages(self.manifest, files, self._paths)
+        if queue_name not in QUEUES:
+            raise ConfigError(f"queue={queue_name!r}: expected one of {list(QUEUES)}")
+        if queue_name not in queues.NAMES:
+            raise UnavailableError(f"queue={queue_name!r} is not in this version: open with one of {list(queues.NAMES)}")
         chosen, _ = queues.resolve(queue_name)
         readers = tuning.readers or queues.default_readers(chosen)
         depth = tuning.depth or queues.default_depth(chosen)
         shape = _opening.shape_of(self.geometry, self._selection, len(self._token_map), readers, depth, tuning.batches,
                                   hbm_slots)
         self._sizes = sizes(budget, shape)
+        there = min(count for count in (machine.memory()[0], machine.memory_limit(), 1 << 62) if count)
+        if self._sizes.total > there:
+            raise BudgetError(f"dram is {budget} bytes: this machine (or its cgroup) has {there} bytes of memory; give less")
         self._budget, self._line, self._stride = budget, p.batch_line(shape.layers), shape.stride
         self._gather_groups = _opening.gather_groups(self._selection)
         self.capacity = self._sizes.slots - shape.groups     # distinct bundles that one batch may hold
-        self._arena = Arena(list(self._sizes.specs), huge_pages=True)
+        try:
+            self._arena = Arena(list(self._sizes.specs), huge_pages=True)
+        except (OSError, OverflowError) as error:
+            raise BudgetError(f"dram is {budget} bytes: this machine does not give that much ({error}); give less") from error
         try:
             self._state, self._plan = _opening.lay_out(self._arena, self._sizes, shape)
             _opening.fill(self._state, self._plan, manifest=self.manifest, selection=self._selection, files=files,
@@ -160,12 +188,14 @@ class Store:
             self._queue = queues.choose(queue_name, self._state, readers, self._sizes.depth, tuning.affinity)
             self.queue = self._queue.name
             self.notices.extend(self._queue.notices)
-            compile_for(planner_loop, self._plan, self._state)
-            if self._hotset is not None:
-                begun = time.monotonic()
-                self.hot_bundles = load_hotset(self, self._hotset)
-                self.hotset_load_s = time.monotonic() - begun
-            self._queue.start()
+            try:
+                compile_for(planner_loop, self._plan, self._state)
+                if self._hotset is not None:
+                    self.hot_bundles = load_hotset(self, self._hotset)
+                self._queue.start()
+            except BaseException:
+                self._queue.close()
+                raise
         except BaseException:
             if self._cuda is not None:
                 self._cuda.close()
@@ -186,9 +216,12 @@ class Store:
 
     def _read_dead_bundles(self) -> None:
         """Read what a position that takes no part hashes to; the batch is never released, so it is never evicted."""
-        dead = Sequence(np.zeros(1, np.int32), participates=np.zeros(1, bool))
-        self._dead = self._submit([dead], "step", window=0, ticket=0)
-        self._dead.wait()
+        dead = self._submit([Sequence(np.zeros(1, np.int32), participates=np.zeros(1, bool))], "step", window=0, ticket=0)
+        try:
+            dead.wait()
+        finally:
+            dead._disown()
+        self.capacity = len(self._plan.slots) - int(self._plan.batches["need"][dead._row])
 
     # ------------------------------------------------------------ the public face
 
@@ -223,7 +256,10 @@ class Store:
         chosen = _sequences(sequences, participates, lookback, None)
         self._look_at_manifest()
         window = max(1, min(WARM_WINDOW, self.capacity // max(1, len(self._plan.groups))))
-        self._submit(chosen, "background", window=window)
+        batch = self._submit(chosen, "background", window=window)
+        batch._disown()                                      # the planner frees its row after the last window
+        with self._lock:
+            self._leaving.add(batch._row)
 
     def stats(self) -> Stats:
         """A snapshot of the counters (see Stats)."""
@@ -232,11 +268,8 @@ class Store:
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Cancel what is under way, wait for the GPU, stop the threads, give the memory back. Idempotent."""
-        if self._closed:
-            return
-        if os.getpid() != self._pid:
-            self._closed = True                              # nothing of it was inherited
-            return
+        if self._inherited():
+            self._check()                                    # raises
         with self._lock:
             if self._closed:
                 return
@@ -253,15 +286,18 @@ class Store:
         push_request(self._plan.requests, self._plan.control, self._state.control, self._state.words, np.int32(1))
         self._queue.wake_all()
         self._thread.join(timeout_s)
-        if self._queue.join(timeout_s) and not self._queue.stuck and not self._thread.is_alive():
-            self._queue.close()
-            self._keep_hotset()
-            if self._cuda is not None:
-                self._cuda.close()
-            _opening.close_files(self._pairs)
-        else:
-            log.error("%s: reads are still in the drive after %g s: their memory is kept until the process ends", self.path, timeout_s)
-            _leaked.append((self._state, self._plan, self._queue))
+        self._queue.join(timeout_s)
+        if self._queue.stuck or self._thread.is_alive():     # the drive may yet write there: never to be freed or unmapped
+            log.error("%s: reads are still in the drive after %g s: their memory is kept until the process ends", self.path,
+                      timeout_s)
+            _leaked.append((self._state, self._plan, self._queue, self._pairs, self._arena))
+            self._pairs = []
+            return
+        self._queue.close()
+        self._keep_hotset()
+        if self._cuda is not None:
+            self._cuda.close()
+        self._close_files()
         self._arena.close()
         self._alive.clear()
 
@@ -277,12 +313,13 @@ class Store:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        if not self._inherited():                            # a child that leaves its parent's `with` has nothing to close
+            self.close()
 
     def __del__(self) -> None:
-        if not getattr(self, "_closed", True) and os.getpid() == self._pid:
-            warnings.warn(f"{self!r} was dropped without close()", ResourceWarning, stacklevel=2, source=self)
+        if not getattr(self, "_closed", True) and not self._inherited():
             self.close()
+            warnings.warn(f"{self!r} was dropped without close()", ResourceWarning, stacklevel=2, source=self)
 
     def __repr__(self) -> str:
         return f"<Store {str(self.path)!r}{' (closed)' if self._closed else ''}>"
@@ -293,14 +330,18 @@ class Store:
     # ------------------------------------------------------------ what Batch, stats and metrics use
 
     def _check(self) -> None:
-        if os.getpid() != self._pid:
+        if self._inherited():
             raise ForkedStoreError(f"{self.path} was opened by process {self._pid}, this is its child {os.getpid()}: open the store in the "
                                    f"process that uses it")
         if self._closed:
             raise StoreClosedError(f"{self.path} was closed")
 
+    def _inherited(self) -> bool:
+        """Whether this is a forked child's copy."""
+        return os.getpid() != self._pid
+
     def _usable(self) -> bool:
-        return not self._closed and os.getpid() == self._pid
+        return not self._closed and not self._inherited()
 
     def _layer_index(self, layer: int) -> int:
         if layer not in self.layers:
@@ -328,7 +369,6 @@ class Store:
         held = np.empty((layers, max(1, planned * orders)), np.int32)
         flag, device_slots = 0, None
         with self._lock:
-            self._check()
             row = self._free_row()
             if ticket is None:
                 self._tickets += 1
@@ -341,35 +381,59 @@ class Store:
                 if on_device:
                     tokens, flag = self._cuda.tokens_to_host(sequences, self.geometry.max_ngram, tokens, row, ticket)
             self._alive[row] = (tokens, flags, slots, held)
+            batch = Batch(self, row, ticket, slots, held, (tokens, flags))   # before `submit`: Ctrl-C behind it finds an owner
+            batch._device_slots = device_slots
             submit(self._plan.requests, self._plan.control, self._state.control, self._state.words, self._plan.batches,
                    self._plan.layers, self._plan.words, self._line, row, ticket, tokens.ctypes.data, flags.ctypes.data, flag,
                    slots.ctypes.data, held.ctypes.data, len(tokens), planned, window, PRIORITIES[priority])
-        batch = Batch(self, row, ticket, slots, held, (tokens, flags))
-        batch._device_slots = device_slots
         return batch
 
     def _free_row(self) -> int:
-        """A free batch row; the caller holds the lock."""
-        row = int(free_row(self._plan.words, self._line, self._tickets % len(self._plan.batches)))
-        if row < 0:
-            tickets = sorted(int(ticket) for ticket in self._plan.batches["ticket"] if ticket > 0)
-            raise StoreBusyError(f"{len(self._plan.batches)} batches are unreleased, the oldest is {tickets[0]}: release batches, or open "
-                                 f"the store with Tuning(batches=...)", tickets)
-        return row
+        """A free batch row; the caller holds the lock. Batches that were released may still be leaving: they are waited for."""
+        deadline = time.monotonic() + ROW_WAIT_S
+        while True:
+            self._check()
+            for row in [row for row in self._leaving if self._plan.words[row * self._line + p.W_STAGE] == p.FREE_BATCH]:
+                self._leaving.discard(row)
+                self._alive.pop(row, None)                   # the planner looks at them no more
+            row = int(free_row(self._plan.words, self._line, 0))
+            if row >= 0:
+                return row
+            released = [row for row in self._leaving if self._plan.batches["window"][row] == 0]
+            if not released or time.monotonic() > deadline:
+                break
+            wait_free(self._plan.words, released[0] * self._line, 10_000_000)
+        found = enumerate(self._plan.batches["ticket"].tolist())
+        tickets = sorted(ticket for row, ticket in found if ticket > 0 and row not in released)
+        raise StoreBusyError(f"{len(self._plan.batches)} batches are unreleased, the oldest is {min(tickets, default=0)}: release "
+                             f"batches, or open the store with Tuning(batches=...)", tickets)
 
     def _hand_back(self, batch: Batch) -> None:
-        if os.getpid() == self._pid:
-            with self._lock:
-                if not self._closed:
-                    self._push_release(batch._row)
+        """Release a batch, if it was submitted."""
+        if self._inherited():
+            self._check()                                    # raises
+        with self._lock:
+            if not self._closed and int(self._plan.batches["ticket"][batch._row]) == batch.ticket:
+                self._push_release(batch._row)
+                self._leaving.add(batch._row)
 
     def _push_release(self, row: int) -> None:
         hand_back(self._plan.requests, self._plan.control, self._state.control, self._state.words, row)
 
     def _count_wait(self, seconds: float) -> None:
         us = seconds * 1e6
-        self._wait_counts[min(WAIT_BUCKETS - 1, int(us).bit_length())] += 1
-        self._wait_us_sum += us
+        with self._lock:
+            self._wait_counts[min(WAIT_BUCKETS - 1, int(us).bit_length())] += 1
+            self._wait_us_sum += us
+
+    def _count_served(self, count: int) -> None:
+        with self._lock:
+            self._served_bytes += count
+
+    def _close_files(self) -> None:
+        """Close the page files, once: a descriptor's number may belong to somebody else afterwards."""
+        pairs, self._pairs = self._pairs, []
+        _opening.close_files(pairs)
 
     def _keys_of(self, tokens: np.ndarray, flags: np.ndarray) -> np.ndarray:
         """Keys [positions, groups] of flat tokens: for messages, not for serving."""
@@ -396,6 +460,7 @@ class Store:
 
 
 def _run_planner(plan: Any, state: Any, affinity: tuple[int, ...] | None) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())         # Ctrl-C belongs to the thread that waits
     if affinity:
         with contextlib.suppress(OSError):
             os.sched_setaffinity(threading.get_native_id(), affinity)
@@ -405,18 +470,21 @@ def _run_planner(plan: Any, state: Any, affinity: tuple[int, ...] | None) -> Non
 def _checked_owner(owner: tuple[int, int] | None) -> tuple[int, int]:
     if owner is None:
         return 0, 1
-    rank, world = owner
-    if not 0 <= rank < world:
+    try:
+        rank, world = (operator.index(number) for number in owner)
+    except (TypeError, ValueError):
+        rank, world = -1, 0
+    if not 0 <= rank < world < 1 << 31:
         raise ConfigError(f"owner={owner}: expected (rank, world) with 0 <= rank < world")
-    return int(rank), int(world)
+    return rank, world
 
 
 def _sequences(tokens: Any, participates: Any, lookback: Any, lookback_participates: Any) -> list[Sequence]:
     extras = (participates, lookback, lookback_participates)
     if isinstance(tokens, Sequence):
         chosen = [tokens]
-    elif isinstance(tokens, builtins.list) and tokens and isinstance(tokens[0], Sequence):
-        chosen = tokens
+    elif isinstance(tokens, builtins.list | tuple) and tokens and isinstance(tokens[0], Sequence):
+        chosen = builtins.list(tokens)
         if not all(isinstance(entry, Sequence) for entry in tokens):
             raise ConfigError("a list of Sequences holds something else too")
     else:
@@ -436,7 +504,7 @@ def _close_all() -> None:
 def _forget_all() -> None:
     """In a forked child: give up the parent's descriptors, so that neither ring nor file is held open by us."""
     for store in list(_open_stores):
-        _opening.close_files(store._pairs)
+        store._close_files()
         store._queue.forget()
         store._arena.forget()
     _open_stores.clear()
