@@ -28,8 +28,8 @@ from ssdgram._slots import drop_copy, drop_reference, overflow_find, take
 from ssdgram._state import (BACKGROUND, COPIER_WORD, P_DONE_CAPACITY, P_READERS, PLANNER_ASLEEP, PLANNER_WORD, R_DONE_HEAD, R_DONE_TAIL,
                             R_OLDEST_NS, READER_LINES, READER_WORDS, STEP, STOP)
 from ssdgram.cache.directory import mix, prefetch_set, probe, set_of
-from ssdgram.cache.policy import touch
-from ssdgram.cache.sketch import frequency, prefetch_sketch, record_access
+from ssdgram.cache.policy import frequency, standing, touch
+from ssdgram.cache.sketch import prefetch_sketch
 from ssdgram.kernels.hash import check_tokens, ngram_keys
 from ssdgram.queues._handoff import wake_readers
 
@@ -222,7 +222,6 @@ def look_up_block(plan, first, count):  # type: ignore[no-untyped-def]
             x, group = plan.keys[first * groups + k], plan.groups[g].number
             plan.sets[k] = set_of(x, group, sets)
             prefetch_set(plan.directory, plan.sets[k])
-            prefetch_sketch(plan.sketch, x, group)
             k += 1
     k = 0
     for _ in range(count):
@@ -230,9 +229,10 @@ def look_up_block(plan, first, count):  # type: ignore[no-untyped-def]
             x, group = plan.keys[first * groups + k], plan.groups[g].number
             if plan.groups[g].heads > 0 and (world == 1 or np.int64(mix(x, group) % np.uint64(world)) == rank):
                 slot = find_slot(plan, plan.sets[k], x, group)
-                record_access(plan.sketch, x, group)
                 if slot >= 0:
                     prefetch(address_of(plan.slots, slot))
+                else:
+                    prefetch_sketch(plan.sketch, x, group)
                 plan.found[k] = slot
             else:
                 plan.found[k] = -2
@@ -264,7 +264,7 @@ def consider_copy(plan, slot, order):  # type: ignore[no-untyped-def]
     if slots[slot].hbm >= 0:
         plan.stats[S_HBM_HITS + order] += 1
     elif slots[slot].hbm == NO_COPY and control[C_WANTED] < COPIES and control[C_COPYING] == 0:
-        if frequency(plan.sketch, slots[slot].x, slots[slot].group) >= plan.params[PP_HOT]:
+        if frequency(plan.directory, plan.sketch, slots[slot].x, slots[slot].group) >= plan.params[PP_HOT]:
             slots[slot].hbm = WANTS_COPY
             slots[slot].refs += 1                            # until the copy is made or given up
             plan.wants[control[C_WANTED]] = slot
@@ -634,11 +634,11 @@ def hbm_slot_for(plan, slot):  # type: ignore[no-untyped-def]
     """A slot of the HBM tier for a hot bundle: a free one, or that of a bundle that is less hot and that no batch uses; -1."""
     control, hbm, slots = plan.control, plan.hbm, plan.slots
     if control[C_HBM_FREE] < 0:
-        seen = frequency(plan.sketch, slots[slot].x, slots[slot].group)
+        worth = standing(plan.directory, plan.sketch, slots[slot].x, slots[slot].group)
         for _ in range(HBM_PROBES):
             control[C_HBM_HAND] = control[C_HBM_HAND] + 1 if control[C_HBM_HAND] + 1 < hbm.shape[0] else 0
             owner = hbm[control[C_HBM_HAND]].owner
-            if slots[owner].refs == 0 and frequency(plan.sketch, slots[owner].x, slots[owner].group) < seen:
+            if slots[owner].refs == 0 and standing(plan.directory, plan.sketch, slots[owner].x, slots[owner].group) < worth:
                 drop_copy(control, slots, hbm, owner)
                 plan.stats[S_DROPPED] += 1
                 break

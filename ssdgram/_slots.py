@@ -12,8 +12,8 @@ from ssdgram._plan_state import (C_FREE, C_GIVEN, C_HAND, C_HBM_FREE, C_IDLE, C_
                                  SLOT_FAILED, SLOT_FREE, SLOT_READY, SLOT_RESERVED)
 from ssdgram.cache import directory as cache_directory
 from ssdgram.cache import overflow as cache_overflow
-from ssdgram.cache.directory import EMPTY, WAYS, probe, set_of
-from ssdgram.cache.policy import insert, rank, remove
+from ssdgram.cache.directory import EMPTY, WAYS, probe, remove, set_of
+from ssdgram.cache.policy import evict, insert, rank
 
 overflow_find, overflow_insert, overflow_remove = cache_overflow.find, cache_overflow.insert, cache_overflow.remove
 directory_init, overflow_init = cache_directory.init, cache_overflow.init
@@ -80,8 +80,7 @@ def reclaim(control, stats, directory, sketch, slots, hbm):  # type: ignore[no-u
                     worst, least = way, value
         if worst >= 0:
             control[C_HAND] = s
-            slot = directory[s].slot[worst]
-            remove(directory, s, worst)
+            slot = evict(directory, sketch, s, worst)
             control[C_IDLE] -= 1
             stats[S_RECLAIMS] += 1
             give_back(control, slots, hbm, slot)

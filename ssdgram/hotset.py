@@ -29,8 +29,7 @@ from ssdgram._plan_state import C_FREE, C_IDLE, SLOT_READY
 from ssdgram._slots import take
 from ssdgram._state import P_CODE_BYTES, P_GENERATION, P_SCALE_BYTES, P_SLOT_STRIDE
 from ssdgram.cache.directory import EMPTY, WAYS, probe, set_of
-from ssdgram.cache.policy import rank
-from ssdgram.cache.sketch import record_access
+from ssdgram.cache.policy import rank, touch
 from ssdgram.errors import HotSetError
 from ssdgram.layout.manifest import sync_folder
 
@@ -111,8 +110,10 @@ def put_entry(plan, state, entry):  # type: ignore[no-untyped-def]
     copy_bytes(address_of(state.slab, slot * state.params[P_SLOT_STRIDE]), entry + ENTRY_HEAD + 4 * group.heads, group.heads * row_bytes)
     plan.slots[slot].status = SLOT_READY
     plan.control[C_IDLE] += 1
-    record_access(plan.sketch, x, number)
-    record_access(plan.sketch, x, number)                    # it was hot: a newcomer has to earn its place
+    way = probe(plan.directory, s, x, number)
+    if way >= 0:
+        touch(plan.directory, plan.sketch, s, way)
+        touch(plan.directory, plan.sketch, s, way)           # it was hot: a newcomer has to earn its place
 
 
 @compiled_lean

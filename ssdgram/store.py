@@ -126,7 +126,7 @@ class Store:
         self.notices: list[str] = []
         self._lock = threading.RLock()                       # a dropped Batch may be released by the collector at any point
         self._tickets = 0
-        self._hotset, self.hot_bundles = hotset, 0
+        self._hotset, self.hot_bundles, self.hotset_load_s = hotset, 0, 0.0
         self._cuda: CudaSide | None = None
         self._row_formats: dict[int, RowFormat] = {}
         self._alive: dict[int, Any] = {}                     # row -> what its addresses point into
@@ -191,7 +191,9 @@ class Store:
             try:
                 compile_for(planner_loop, self._plan, self._state)
                 if self._hotset is not None:
+                    begun = time.monotonic()
                     self.hot_bundles = load_hotset(self, self._hotset)
+                    self.hotset_load_s = time.monotonic() - begun
                 self._queue.start()
             except BaseException:
                 self._queue.close()
