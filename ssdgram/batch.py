@@ -49,7 +49,7 @@ class Batch:
         self._base = row * store._line
         self._ready = [False] * slots.shape[0]
         self._device_slots: Any = None                       # the plan as the GPU reads it, [layers, T, orders]
-        self._events: dict[int, Any] = {}                    # layer index -> CUDA event behind its newest gather
+        self._events: dict[int, Any] = {}                    # layer index -> CUDA stream of its newest gather
         self._released = False
 
     def __len__(self) -> int:

@@ -193,8 +193,8 @@ def check_planner(store, made=None):
         assert set_of(x, np.uint8(group), len(plan.directory)) == number
         assert (x, group) not in entries and slot not in entries.values()
         entries[x, group] = slot
-    ranks = np.sort(plan.directory["age"] & 15, axis=1)
-    np.testing.assert_array_equal(ranks, np.broadcast_to(np.arange(WAYS), ranks.shape))
+    empty = plan.directory["group"] == EMPTY
+    assert (plan.directory["count"][empty] == 0).all() and (plan.directory["slot"][empty] == -1).all()
     overflow = {(int(cell["x"]), int(cell["group"])): int(cell["slot"]) for cell in plan.overflow if cell["group"] != EMPTY}
     assert len(overflow) == control[p.C_OVERFLOW]
     assert not set(overflow) & set(entries)
