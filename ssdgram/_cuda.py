@@ -25,7 +25,7 @@ from ssdgram._calls import wait_for_copies
 from ssdgram.errors import ConfigError, UnavailableError
 from ssdgram.kernels.gather import SLOTS, TILES, Bundles, Gather, mark_done, mark_launch
 from ssdgram.kernels.launch import preload
-from ssdgram.kernels.to_hbm import Promote
+from ssdgram.kernels.promote import Promote
 
 if TYPE_CHECKING:
     from ssdgram.batch import Batch
