@@ -21,7 +21,7 @@ from ssdgram._plan_state import (AWAITING, BAD_TOKEN, C_ACTIVE, C_BUILDING, C_CO
                                  C_REQUEST_TAIL, C_STATE, C_TICKS, C_WANTED, COPIES, DEGRADED, DONE, EXPANDING, FREE_BATCH, LAYER_FAILED, LAYER_READY,
                                  NO_COPY, NO_ERROR, NOWHERE, PLANNING, PP_BATCH_LINE, PP_DEGRADED_NS, PP_FILL, PP_HOT, PP_LAYERS, PP_ORDERS, PP_RANK,
                                  PP_REQUESTS, PP_RULE, PP_SLOTS, PP_SPIN_NS, PP_VOCABULARY, PP_WORLD, QUEUED, S_BATCHES, S_BUSY_NS, S_CANCELLED, S_COPIED,
-                                 S_DEGRADED, S_DROPPED, S_ENGINE_US, S_HBM_HITS, S_HITS, S_JOINS, S_LONGEST_NS, S_LOOPS, S_MISSES, S_REPEATS, S_SLEEPS,
+                                 S_DEGRADED, S_DROPPED, S_ENGINE_US, S_HBM_HITS, S_HITS, S_JOINS, S_LONGEST_NS, S_LOOPS, S_MISSES, S_PROMOTED, S_REPEATS, S_SLEEPS,
                                  S_STARVED, S_TOKENS, SERVING, SLOT_FAILED, SLOT_READING, SLOT_READY, SLOT_RESERVED, SUBMIT,
                                  TOO_LARGE, UNWINDING, W_ERROR, W_LAYER, W_SEQUENCE, W_SLEEPERS, W_STAGE, W_STARVED, WAITING, WANTS_COPY)
 from ssdgram._slots import drop_copy, drop_reference, overflow_find, take
@@ -184,6 +184,8 @@ def release(plan, b):  # type: ignore[no-untyped-def]
         plan.stats[S_CANCELLED] += 1
     if in_queue(stage):
         dequeue(plan, b)
+    if stage == EXPANDING:
+        plan.control[C_PUSH + plan.batches[b].priority] = 1  # what it built must be read: another batch may have joined it
     if stage != UNWINDING:
         unwind_from_start(plan, b)
 
@@ -793,7 +795,10 @@ def planner_loop(plan, state):  # type: ignore[no-untyped-def]
         work = take_requests(plan)
         settled = settle_reads(plan, state, SETTLE_SLICE)
         tended, waiting_for_gpu = tend_batches(plan, settled)
+        promoted = plan.stats[S_PROMOTED]
         work += settled + tended + work_on_heads(plan, state) + push_built_pages(plan, state)
+        if plan.stats[S_PROMOTED] != promoted:
+            wake_readers(state)                              # records came into the step ring by another way than a push
         if plan.hbm.shape[0] > 0:
             copied, awaited = tend_hbm(plan, state)
             work += copied
