@@ -184,15 +184,20 @@ class CudaSide:
     def run(self, batch: Batch, index: int, mode: str, out: torch.Tensor | None) -> torch.Tensor:
         """Launch the gather of a layer on the current stream and note its word; the layer is ready."""
         store = batch._store
-        columns = len(store.columns)
-        shape = (len(batch), columns, store.dim) if mode == "rows" else (len(batch), columns, store.row_bytes)
-        dtype = torch.bfloat16 if mode == "rows" else torch.uint8
+        shape, dtype = self.output_of(store, len(batch), mode)
         with torch.cuda.device(self.device):
-            result = self._output(out, shape, dtype)
+            result = self.checked_output(out, shape, dtype)
             if len(batch) > 0:
                 self._launch(batch, index, mode, result)
-        store._served_bytes += len(batch) * columns * store.row_bytes
+        store._served_bytes += len(batch) * shape[1] * store.row_bytes
         return result
+
+    @staticmethod
+    def output_of(store: Store, positions: int, mode: str) -> tuple[tuple[int, int, int], torch.dtype]:
+        """Shape and dtype of a result."""
+        if mode == "rows":
+            return (positions, len(store.columns), store.dim), torch.bfloat16
+        return (positions, len(store.columns), store.row_bytes), torch.uint8
 
     def _launch(self, batch: Batch, index: int, mode: str, result: torch.Tensor) -> None:
         stream = torch.cuda.current_stream()
@@ -214,7 +219,8 @@ class CudaSide:
         self._views[place] = view
         return view
 
-    def _output(self, out: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def checked_output(self, out: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """`out`, or a new tensor; ConfigError if `out` cannot take the result."""
         if out is None:
             return torch.empty(shape, dtype=dtype, device=self.device)
         if tuple(out.shape) != shape or out.dtype != dtype or out.device != self.device or not out.is_contiguous():

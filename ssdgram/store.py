@@ -51,6 +51,7 @@ from ssdgram.stats import WAIT_BUCKETS, Stats, snapshot
 
 if TYPE_CHECKING:
     from ssdgram._cuda import CudaSide
+    from ssdgram.frame import Frame
 
 log = logging.getLogger("ssdgram")
 PRIORITIES = {"step": s.STEP, "background": s.BACKGROUND}
@@ -262,6 +263,13 @@ class Store:
         batch._disown()                                      # the planner frees its row after the last window
         with self._lock:
             self._leaving.add(batch._row)
+
+    def frame(self, tokens: int) -> Frame:
+        """Fixed addresses for gathers in a CUDA graph, for steps of up to `tokens` tokens (see Frame). Needs device="cuda"."""
+        from ssdgram.frame import Frame
+
+        self._check()
+        return Frame(self, tokens)
 
     def stats(self) -> Stats:
         """A snapshot of the counters (see Stats)."""
