@@ -38,8 +38,16 @@ from ssdgram._calls import free_row, hand_back, push_request, submit, wait_free
 from ssdgram._compiled import compile_for
 from ssdgram._planner import planner_loop
 from ssdgram.batch import Batch
-from ssdgram.errors import (BudgetError, ConfigError, ForkedStoreError, SSDGramError, StoreBusyError, StoreClosedError,
-                            StoreReplacedError, UnavailableError)
+from ssdgram.errors import (
+    BudgetError,
+    ConfigError,
+    ForkedStoreError,
+    SSDGramError,
+    StoreBusyError,
+    StoreClosedError,
+    StoreReplacedError,
+    UnavailableError,
+)
 from ssdgram.hotset import load as load_hotset
 from ssdgram.hotset import save as save_hotset
 from ssdgram.kernels.gather_cpu import RowFormat, row_format
