@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ssdgram._compiled import (address_of, atomic_add, atomic_exchange, atomic_load, atomic_store, compiled_lean, fence, futex_wait, futex_wake, now_ns)
-from ssdgram._plan_state import (C_COPY_REQUESTED, C_REQUEST_TAIL, FREE_BATCH, NO_ERROR, QUEUED, RELEASE, SUBMIT, W_ERROR, W_LAYER, W_SEQUENCE,
-                                 W_SLEEPERS, W_STAGE)
+from ssdgram._compiled import (address_of, atomic_add, atomic_exchange, atomic_load, atomic_store, compiled_lean, fence,
+                               futex_wait, futex_wake, now_ns)
+from ssdgram._plan_state import (C_COPY_REQUESTED, C_REQUEST_TAIL, FREE_BATCH, NO_ERROR, QUEUED, RELEASE, SUBMIT, W_ERROR,
+                                 W_LAYER, W_SEQUENCE, W_SLEEPERS, W_STAGE)
 from ssdgram._state import COPIER_WORD, PLANNER_ASLEEP, PLANNER_WORD, STOP
 
 TIMED_OUT, READY, FAILED, REFUSED = range(4)                 # what a wait comes to

@@ -22,8 +22,7 @@ from ssdgram import _plan_state as p
 from ssdgram import _state as s
 from ssdgram._calls import FAILED, READY, REFUSED, TIMED_OUT, outcome, wait_layer
 from ssdgram.cache.directory import mix
-from ssdgram.errors import (BatchReleasedError, BatchTooLargeError, ReadError, ReadTimeoutError, RowCheckError, StoreBusyError,
-                            TokenError)
+from ssdgram.errors import BatchReleasedError, BatchTooLargeError, ReadError, ReadTimeoutError, RowCheckError, StoreBusyError, TokenError
 from ssdgram.kernels.hash import OUTPUT, STARTS
 from ssdgram.layout.page import describe, page_fault, signed
 
