@@ -236,7 +236,7 @@ def texts(chosen: tuple[str, ...], folder: Path, tokenizer: Path, limit: int) ->
 @click.option("--tokens", default=2_500_000, show_default=True, help="At most, of each text.")
 @click.option("--streams", default=64, show_default=True)
 @click.option("--size", "sizes", type=int, multiple=True, help="Bundles; default: " + ", ".join(map(str, SIZES)))
-@click.option("--folder", type=click.Path(path_type=Path, file_okay=False), help="Keeps tokenised text; default: a temporary one.")
+@click.option("--folder", type=click.Path(path_type=Path, file_okay=False), help="Keeps tokenised text; default: temporary.")
 @click.option("--jobs", type=int, default=len(os.sched_getaffinity(0)), show_default=True, help="Baselines at once.")
 @click.option("--save/--no-save", default=True, help="Write bench/results/policy-NAME.json.")
 def main(chosen: tuple[str, ...], tokens: int, streams: int, sizes: tuple[int, ...], folder: Path | None, jobs: int,
