@@ -40,8 +40,8 @@ def free_row(batch_words, line, start):  # type: ignore[no-untyped-def]
 
 
 @compiled_lean
-def submit(requests, plan_control, control, words, batches, batch_layers, batch_words, line, row, ticket, tokens, flags, flag,
-           slots, held, positions, window, priority):  # type: ignore[no-untyped-def]
+def submit(requests, plan_control, control, words, batches, batch_layers, batch_words, line, row, ticket,  # type: ignore[no-untyped-def]
+           tokens, flags, flag, slots, held, positions, window, priority):
     """Fill a FREE row and hand it to the planner. tokens and slots int32, flags uint8, held int32: they live until the row is FREE
     again; `flag`: the address of the word that says that the tokens are there, 0: they are."""
     batch = batches[row]

@@ -242,7 +242,7 @@ def _read_whole(descriptor: int, buffer: np.ndarray, offset: int) -> int:
     """Fill `buffer` from the file; bytes read, fewer at its end."""
     done = 0
     while done < len(buffer):
-        got = os.preadv(descriptor, [memoryview(buffer)[done:]], offset + done)
+        got = os.preadv(descriptor, [memoryview(buffer.data)[done:]], offset + done)
         if got <= 0:
             break
         done += got
@@ -291,6 +291,6 @@ def save(store: Store, path: str | os.PathLike[str]) -> int:
 
 
 def _write_whole(descriptor: int, data: np.ndarray) -> None:
-    view = memoryview(data)
+    view = memoryview(data.data)
     while view:
         view = view[os.write(descriptor, view):]
