@@ -21,12 +21,6 @@ from ssdgram.kernels.launch import Launch, aligned
 CLAMP = 1e-6
 
 
-@triton.jit
-def add3(a, b, c, other_a, other_b, other_c):  # type: ignore[no-untyped-def]
-    """Three sums at once: their parts cross the warps together."""
-    return a + other_a, b + other_b, c + other_c
-
-
 @triton.jit(do_not_specialize=["eps", "tokens"], do_not_specialize_on_alignment=["participates"])
 def gate_kernel(x, kv, weights, participates, out, eps: tl.float32, tokens: tl.int32,  # type: ignore[no-untyped-def]
                 STREAMS: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
@@ -70,7 +64,10 @@ def gate_kernel(x, kv, weights, participates, out, eps: tl.float32, tokens: tl.i
                 place = chunk * BLOCK + lane
                 value = tl.load(kv_row + STREAMS * WIDTH + place, mask=place < WIDTH, other=0.0, cache_modifier=".cg")
                 values = values + (value,)                   # type: ignore[assignment]
-        x_square, key_square, product = tl.reduce((x_squares, key_squares, products), 0, add3)
+        # three sums in one: their parts cross the warps together
+        both, rest = tl.split(tl.sum(tl.join(tl.join(x_squares, key_squares), tl.join(products, products)), 0))
+        x_square, key_square = tl.split(both)
+        product, _ = tl.split(rest)
         x_scale = 1.0 / tl.sqrt_rn(x_square / WIDTH + eps)
         key_scale = 1.0 / tl.sqrt_rn(key_square / WIDTH + eps)
         dot = product * x_scale * key_scale / tl.sqrt_rn(WIDTH * 1.0)
@@ -88,18 +85,21 @@ def gate_kernel(x, kv, weights, participates, out, eps: tl.float32, tokens: tl.i
 
 @dataclass(frozen=True)
 class Cut:
-    """How the work is cut. block: values per step; warps: per program; together: streams per program (0: all)."""
+    """How the work is cut. block: values per step; warps: per program; together: streams per program (0: all);
+    registers: a limit per thread (0: none), for more programs at a time."""
 
     block: int
     warps: int
     together: int = 0
+    registers: int = 0
 
 
 # Measured choices: the first entry whose token count is not below T. bench/gpu.py --tune tries CUT_CHOICES.
-CUTS: tuple[tuple[int, Cut], ...] = ((66, Cut(2048, 8, 1)), (2048, Cut(1024, 4, 1)), (1 << 31, Cut(1024, 4)))
+CUTS: tuple[tuple[int, Cut], ...] = ((66, Cut(2048, 8, 1)), (2048, Cut(1024, 4, 1, 128)), (1 << 31, Cut(1024, 4)))
 CUT_CHOICES: tuple[Cut, ...] = (
     Cut(1024, 4), Cut(1024, 8), Cut(2048, 8), Cut(1024, 4, 2), Cut(1024, 8, 2), Cut(2048, 8, 2), Cut(512, 2, 1), Cut(512, 4, 1),
-    Cut(1024, 2, 1), Cut(1024, 4, 1), Cut(1024, 8, 1), Cut(2048, 8, 1), Cut(2048, 16, 1), Cut(8192, 8, 1), Cut(8192, 16, 1),
+    Cut(1024, 2, 1), Cut(1024, 4, 1), Cut(1024, 4, 1, 128), Cut(1024, 4, 0, 128),
+    Cut(1024, 8, 1), Cut(2048, 8, 1), Cut(2048, 16, 1), Cut(8192, 8, 1), Cut(8192, 16, 1),
 )
 
 
@@ -143,9 +143,10 @@ class Gate:
         """The compiled variant."""
         key = (cut, masked, dtype)
         if key not in self._launches:
+            limit = {"maxnreg": cut.registers} if cut.registers else {}
             block = min(cut.block, max(16, 1 << (self.width - 1).bit_length()))
             words = [dtype, dtype, torch.float32, torch.uint8 if masked else dtype, dtype, 1e-20, 1]
             self._launches[key] = Launch(gate_kernel, words, {
                 "STREAMS": self.streams, "WIDTH": self.width, "CHUNKS": -(-self.width // block), "BLOCK": block,
-                "TOGETHER": cut.together or self.streams, "MASKED": masked}, warps=cut.warps)
+                "TOGETHER": cut.together or self.streams, "MASKED": masked}, warps=cut.warps, **limit)
         return self._launches[key]
