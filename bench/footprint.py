@@ -45,7 +45,8 @@ def opening(out: str, dram: str) -> dict[str, Any]:
 
 
 def growth(out: str, dram: str, batches: str, longest: str) -> dict[str, Any]:
-    """Memory after import, open, first batch, with the cache filled by batches of `longest` tokens, and after that many more."""
+    """Memory after import, open, first batch; the cache filled by batches of `longest` tokens; that many steps; a tenth as many
+    long batches."""
     import numpy as np
 
     import ssdgram.store
@@ -64,16 +65,19 @@ def growth(out: str, dram: str, batches: str, longest: str) -> dict[str, Any]:
 
         serve(fresh(64))
         marks["started"] = memory()
-        before, evictions, filling = store.stats(), 0, 0
-        while evictions == 0 or store.stats().slots_free > before.slots // 64:
+        filling, spare = 0, store.stats().slots // 32        # a few slots are in no set
+        while store.stats().slots_free > spare:
             serve(fresh(int(longest)))
             filling += 1
-            evictions = store.stats().evictions - before.evictions
+            if filling * int(longest) > 10 * store.stats().slots:
+                raise RuntimeError(f"the cache does not fill: {store.stats().slots_free} slots are free, {spare} were to be")
         marks["filled"] = memory()
         known, long = [fresh(64) for _ in range(64)], fresh(int(longest))
         for k in range(int(batches)):
-            # 9 shares no factor with the number of batch rows, so long ones come to all of them
-            serve(fresh(64) if k % 9 == 8 else long if k % 9 == 4 else known[k % 64])
+            serve(fresh(64) if k % 8 == 7 else known[k % 64])
+        marks["steps"] = memory()
+        for _ in range(int(batches) // 10):                  # more than there are batch rows: whatever a row keeps is kept now
+            serve(long)
         marks["end"] = memory()
         after = store.stats()
         return {"marks": marks, "filling_batches": filling, "batches": int(batches), "slots": after.slots,

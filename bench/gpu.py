@@ -35,16 +35,18 @@ from ssdgram.kernels.gather import SLOTS, TILE_CHOICES, Bundles, Gather, Tile, t
 from ssdgram.kernels.launch import Launch
 
 TOKENS = (1, 16, 64, 256, 1024, 8192)
-SHAPES = {"whole": (8, 8, 8), "tp2": (8, 4), "tp8": (3,)}
+SHAPES = {"whole": (8, 8, 8), "whole, lines": (8, 8, 8), "tp2": (8, 4), "tp8": (3,)}
+BOUNDARY = {"whole, lines": 128}                             # what slots are rounded up to: 64, or the lines that PCIe carries
 COLUMNS = {"whole": 24, "tp2": 12, "tp8": 3}
-SUBSET_TILES = (Tile(8, 4), Tile(16, 4), Tile(16, 2))
+SUBSET_TILES = (Tile(8, 4), Tile(8, 4, 264), Tile(16, 4))
 PINNED = ("pinned, huge pages", "pinned, small pages")
 AS_LAUNCHED = "as launched"
 
 
 def bundles_of(name: str) -> Bundles:
     heads = SHAPES[name]
-    return Bundles(heads, stride=-(-max(heads) * 264 // 64) * 64)
+    boundary = BOUNDARY.get(name, 64)
+    return Bundles(heads, stride=-(-max(heads) * 264 // boundary) * boundary)
 
 
 # ---------------------------------------------------------------- ours

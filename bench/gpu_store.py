@@ -90,7 +90,7 @@ def memory_section(out: Path, dram: int, hbm: int) -> dict[str, float]:
     free_before = torch.cuda.mem_get_info()[0]
     with ssdgram.open(out, dram=dram, hbm=hbm, device="cuda") as store:
         generator = np.random.default_rng(8)
-        for _ in range(400):
+        for _ in range(100):
             with store.prefetch(np.minimum(generator.geometric(0.001, 2048), 129_000) - 1) as batch:
                 batch.rows(store.layers[0])
         torch.cuda.synchronize()
@@ -152,7 +152,8 @@ def direct_read(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
     buffers = [mmap.mmap(-1, 8 << 20) for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda k: os.preadv(descriptor, [buffers[k % 2]], k * (8 << 20)), range(-(-path.stat().st_size // (8 << 20)))))
+        steps = range(-(-path.stat().st_size // (8 << 20)))
+        list(pool.map(lambda k: os.preadv(descriptor, [buffers[k % 2]], k * (8 << 20)), steps))
     os.close(descriptor)
 
 

@@ -25,10 +25,20 @@ COLUMNS, ROW_BYTES, ROWS_PER_PAGE = 48, 264, 15
 
 @dataclass(frozen=True)
 class Material:
-    """A checkpoint and the store converted from it."""
+    """Where a checkpoint and the store converted from it are, or will be. `rows`: of a column, about."""
 
-    checkpoint: Path
-    out: Path
+    folder: Path
+    rows: int
+
+    @property
+    def checkpoint(self) -> Path:
+        """The checkpoint's folder."""
+        return self.folder / f"checkpoint-{self.rows}"
+
+    @property
+    def out(self) -> Path:
+        """The store's folder."""
+        return self.folder / f"store-{self.rows}"
 
     @property
     def tokenizer(self) -> Path:
@@ -41,18 +51,17 @@ class Material:
         return sum(path.stat().st_size for path in self.checkpoint.iterdir())
 
 
-def make(folder: Path, vocab_size: int) -> Material:
-    """Synthesise and convert, unless both are there. NoSpaceError before anything is written."""
-    material = Material(folder / f"checkpoint-{vocab_size}", folder / f"store-{vocab_size}")
+def make(material: Material) -> Material:
+    """Synthesise and convert, unless both are there; `material` again. NoSpaceError before anything is written."""
     if not (material.checkpoint / "config.json").exists():
-        need = int(1.05 * COLUMNS * vocab_size * (ROW_BYTES + 4096 / ROWS_PER_PAGE))
-        folder.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(folder).free
+        need = int(1.05 * COLUMNS * material.rows * (ROW_BYTES + 4096 / ROWS_PER_PAGE))
+        material.folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(material.folder).free
         if free < need:
-            raise NoSpaceError(f"{folder}: checkpoint and store take {need / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free: "
+            raise NoSpaceError(f"{material.folder}: checkpoint and store take {need / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free: "
                                f"give --folder another place, or a smaller --rows")
-        click.echo(f"making a checkpoint of {vocab_size:,} rows a column")
-        ssdgram.synthesize(material.checkpoint, vocab_size)
+        click.echo(f"making a checkpoint of {material.rows:,} rows a column")
+        ssdgram.synthesize(material.checkpoint, material.rows)
     if not (material.out / "manifest.json").exists():
         click.echo("converting it")
         ssdgram.convert(material.checkpoint, material.out)

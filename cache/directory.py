@@ -65,20 +65,30 @@ def lowest_bit(typingctx, mask):  # type: ignore[no-untyped-def]
     return types.int64(types.int64), codegen
 
 
-@intrinsic
-def match_bytes(typingctx, address, value):  # type: ignore[no-untyped-def]
-    """Bit mask (int64) of the 16 bytes at a 16-aligned address that equal `value` (uint8): one compare, no branch per way."""
+def _matcher(bits: int, lanes: int, integer: Any) -> Any:
+    """A compiled function match(address, value, kept): the lanes at `address` of which the bits `kept` equal `value`."""
 
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
-        vector = ir.VectorType(ir.IntType(8), WAYS)
-        lanes = builder.load(builder.inttoptr(arguments[0], vector.as_pointer()), align=16)
-        undefined = ir.Constant(vector, ir.Undefined)
-        first = builder.insert_element(undefined, arguments[1], ir.Constant(ir.IntType(32), 0))
-        wanted = builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(ir.IntType(32), WAYS), [0] * WAYS))
-        equal = builder.icmp_unsigned("==", lanes, wanted)
-        return builder.zext(builder.bitcast(equal, ir.IntType(WAYS)), ir.IntType(64))
+    @intrinsic
+    def match(typingctx, address, value, kept):  # type: ignore[no-untyped-def]
+        def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+            vector, i32 = ir.VectorType(ir.IntType(bits), lanes), ir.IntType(32)
 
-    return types.int64(types.int64, types.uint8), codegen
+            def everywhere(scalar: Any) -> Any:
+                undefined = ir.Constant(vector, ir.Undefined)
+                first = builder.insert_element(undefined, scalar, ir.Constant(i32, 0))
+                return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(i32, lanes), [0] * lanes))
+
+            found = builder.load(builder.inttoptr(arguments[0], vector.as_pointer()), align=16)
+            equal = builder.icmp_unsigned("==", builder.and_(found, everywhere(arguments[2])), everywhere(arguments[1]))
+            return builder.zext(builder.bitcast(equal, ir.IntType(lanes)), ir.IntType(64))
+
+        return types.int64(types.int64, integer, integer), codegen
+
+    return match
+
+
+match_16_bytes = _matcher(8, 16, types.uint8)                # bit masks (int64), addresses 16-aligned: no branch per lane
+match_32_words = _matcher(16, 32, types.uint16)
 
 
 @compiled_lean
@@ -117,7 +127,7 @@ def prefetch_set(directory, s):  # type: ignore[no-untyped-def]
 @compiled_lean
 def probe(directory, s, x, group):  # type: ignore[no-untyped-def]
     """Way of the bundle in set `s` (= set_of(x, group, sets)), or -1."""
-    mask = match_bytes(address_of(directory, s), np.uint8(mix(x, group) & np.uint64(0xFF)))
+    mask = match_16_bytes(address_of(directory, s), np.uint8(mix(x, group) & np.uint64(0xFF)), np.uint8(0xFF))
     while mask != 0:
         way = lowest_bit(mask)
         if directory[s].x[way] == x and directory[s].group[way] == group:

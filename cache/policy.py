@@ -1,12 +1,13 @@
 """Who stays in the cache: the bundles with the most requests per time since the last one.
 
-An entry has a count (requests, at most 15) and an age (misses of its set since its last request, at most 255). Its worth is
-count / (age + PATIENCE): what a frequent bundle has earned fades as it is not asked for, in proportion; a new one has 1 /
-PATIENCE and soon less. A miss pushes out the entry of its set with the lowest worth, whether batches use its slot or not, and
-takes its place, so every bundle gets its chance. The sketch remembers the counts of those pushed out: a bundle that comes back
-goes on counting where it was. A hit writes two bytes of a line that the probe has read; all else is done on misses, when a
-disk read is due anyway. After hyperbolic caching (requests per time in the cache, Blankstein and others 2017) with the ghosts
-of ARC and S3-FIFO, within sets. `bench/policy.py` measures it against others, docs/lab-log.md has what was tried.
+An entry has a count (requests, at most 15) and an age (misses of its set since its last request). Its worth is
+count / (age + PATIENCE): what a frequent bundle has earned fades while it is not asked for, in proportion; a new one has
+1 / PATIENCE and soon less. An age at the end of its byte is halved with its count, so the worth goes on falling. A miss pushes
+out the entry of its set with the lowest worth, whether batches use its slot or not, and takes its place, so every bundle gets
+its chance. The sketch remembers the counts of those pushed out: a bundle that comes back goes on counting where it was. A hit
+writes two bytes of a line that the probe has read; all else is done on misses, when a disk read is due anyway.
+After hyperbolic caching (requests per time in the cache: Blankstein, Sen and Freedman 2017) with the ghosts of ARC and S3-FIFO,
+within sets. `bench/policy.py` measures it against others; docs/lab-log.md has what was tried.
 
 This module decides, directory.py finds and writes, sketch.py remembers.
 """
@@ -20,6 +21,7 @@ from ssdgram.cache.directory import EMPTY, WAYS, mix, probe, remove, set_of, wri
 from ssdgram.cache.sketch import TOP, count_of, recall, remember
 
 PATIENCE = 8                                                 # in misses of a set, of which 16 make one turnover
+OLDEST = 255
 RANK_ONE = 1 << 16                                           # rank of worth 1
 
 
@@ -45,14 +47,24 @@ def _least_worth(directory, s):  # type: ignore[no-untyped-def]
 
 
 @compiled_lean
+def _grow_older(directory, s):  # type: ignore[no-untyped-def]
+    """One more miss for all entries of a set."""
+    counts, ages = directory[s].count, directory[s].age
+    for way in range(WAYS):
+        if ages[way] < OLDEST:
+            ages[way] += np.uint8(1)
+        elif counts[way] > 1:
+            counts[way] >>= np.uint8(1)
+            ages[way] = OLDEST >> 1
+
+
+@compiled_lean
 def insert(directory, sketch, s, x, group, slot):  # type: ignore[no-untyped-def]
     """Give a bundle that missed its entry; the slot that was pushed out, or -1. The bundle must not be in the set already."""
     count = min(recall(sketch, s, mix(x, group)) + 1, TOP)
     way = _least_worth(directory, s)
     pushed_out = evict(directory, sketch, s, way)
-    ages = directory[s].age
-    for other in range(WAYS):
-        ages[other] += np.uint8(ages[other] < 255)
+    _grow_older(directory, s)
     write(directory, s, way, x, group, slot, count)
     return pushed_out
 

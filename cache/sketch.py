@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from ssdgram._compiled import address_of, compiled_lean, prefetch
-from ssdgram.cache.directory import on_lines, set_of
+from ssdgram.cache.directory import lowest_bit, match_32_words, on_lines, set_of
 
 GHOSTS = 32
 ONCE = 8                                                     # where bundles enter that were asked for only once
@@ -47,13 +47,13 @@ def prefetch_sketch(sketch, x, group):  # type: ignore[no-untyped-def]
 @compiled_lean
 def _place(sketch, block, h):  # type: ignore[no-untyped-def]
     """Place of the bundle of mixed hash `h` among the ghosts of its block, or GHOSTS."""
-    wanted = (h >> np.uint64(8)) & np.uint64(0xFFF)
-    place = GHOSTS
-    for k in range(GHOSTS):
-        word = np.uint64(sketch[block].ghost[k])
-        if word >> np.uint64(4) == wanted and word != 0:
-            place = min(place, k)
-    return place
+    mask = match_32_words(address_of(sketch, block), np.uint16((h >> np.uint64(4)) & np.uint64(0xFFF0)), np.uint16(0xFFF0))
+    while mask != 0:
+        place = lowest_bit(mask)
+        if sketch[block].ghost[place] != 0:                  # an empty word looks like fingerprint 0
+            return place
+        mask &= mask - 1
+    return np.int64(GHOSTS)
 
 
 @compiled_lean

@@ -22,12 +22,13 @@ CLAMP = 1e-6
 
 
 @triton.jit(do_not_specialize=["eps", "tokens"], do_not_specialize_on_alignment=["participates"])
-def gate_kernel(x, kv, q_weight, k_weight, participates, out, eps: tl.float32, tokens: tl.int32,  # type: ignore[no-untyped-def]
+def gate_kernel(x, kv, weights, participates, out, eps: tl.float32, tokens: tl.int32,  # type: ignore[no-untyped-def]
                 STREAMS: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
                 TOGETHER: tl.constexpr, MASKED: tl.constexpr):
-    """TOGETHER streams of token program_id(0), from stream program_id(1) * TOGETHER; WIDTH <= CHUNKS * BLOCK."""
-    token = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * TOGETHER
+    """TOGETHER streams of a token; the programs of a token follow each other, so its value is read from DRAM once.
+    WIDTH <= CHUNKS * BLOCK."""
+    token = (tl.program_id(0) // (STREAMS // TOGETHER)).to(tl.int64)
+    first = tl.program_id(0) % (STREAMS // TOGETHER) * TOGETHER
     dead = False
     if MASKED:
         dead = tl.load(participates + token) == 0
@@ -36,10 +37,11 @@ def gate_kernel(x, kv, q_weight, k_weight, participates, out, eps: tl.float32, t
     kv_row = kv + token * ((STREAMS + 1) * WIDTH)
     out_row = out + token * (STREAMS * WIDTH)
     values = ()
-    for chunk in tl.static_range(CHUNKS):
-        place = chunk * BLOCK + lane
-        value = tl.load(kv_row + STREAMS * WIDTH + place, mask=place < WIDTH, other=0.0, cache_modifier=".cg")
-        values = values + (value,)                           # type: ignore[assignment]
+    if TOGETHER > 1:
+        for chunk in tl.static_range(CHUNKS):
+            place = chunk * BLOCK + lane
+            value = tl.load(kv_row + STREAMS * WIDTH + place, mask=place < WIDTH, other=0.0, cache_modifier=".cg")
+            values = values + (value,)                       # type: ignore[assignment]
     for step in tl.static_range(TOGETHER):
         stream = first + step
         own = ()
@@ -51,16 +53,24 @@ def gate_kernel(x, kv, q_weight, k_weight, participates, out, eps: tl.float32, t
             there = place < WIDTH
             row = tl.load(x_row + stream * WIDTH + place, mask=there, other=0.0, cache_modifier=".cg")
             key = tl.load(kv_row + stream * WIDTH + place, mask=there, other=0.0, cache_modifier=".cg").to(tl.float32)
-            weight = tl.load(q_weight + stream * WIDTH + place, mask=there, other=0.0).to(tl.float32)
-            weight *= tl.load(k_weight + stream * WIDTH + place, mask=there, other=0.0).to(tl.float32)
+            weight = tl.load(weights + stream * WIDTH + place, mask=there, other=0.0)
             own = own + (row,)                               # type: ignore[assignment]
             wide = row.to(tl.float32)
             x_squares += wide * wide
             key_squares += key * key
             products += wide * weight * key
-        x_scale = 1.0 / tl.sqrt_rn(tl.sum(x_squares) / WIDTH + eps)
-        key_scale = 1.0 / tl.sqrt_rn(tl.sum(key_squares) / WIDTH + eps)
-        dot = tl.sum(products) * x_scale * key_scale / tl.sqrt_rn(WIDTH * 1.0)
+        if TOGETHER == 1:                                    # for its only stream: on its way during the sums
+            for chunk in tl.static_range(CHUNKS):
+                place = chunk * BLOCK + lane
+                value = tl.load(kv_row + STREAMS * WIDTH + place, mask=place < WIDTH, other=0.0, cache_modifier=".cg")
+                values = values + (value,)                   # type: ignore[assignment]
+        # three sums in one: their parts cross the warps together
+        both, rest = tl.split(tl.sum(tl.join(tl.join(x_squares, key_squares), tl.join(products, products)), 0))
+        x_square, key_square = tl.split(both)
+        product, _ = tl.split(rest)
+        x_scale = 1.0 / tl.sqrt_rn(x_square / WIDTH + eps)
+        key_scale = 1.0 / tl.sqrt_rn(key_square / WIDTH + eps)
+        dot = product * x_scale * key_scale / tl.sqrt_rn(WIDTH * 1.0)
         root = tl.sqrt_rn(tl.maximum(tl.abs(dot), 1e-6))
         root = tl.where(dot.to(tl.int32, bitcast=True) < 0, -root, root)          # the sign of -0.0 counts
         gate = 1.0 / (1.0 + tl.exp(-root))
@@ -75,18 +85,22 @@ def gate_kernel(x, kv, q_weight, k_weight, participates, out, eps: tl.float32, t
 
 @dataclass(frozen=True)
 class Cut:
-    """How the work is cut. block: values per step; warps: per program; together: streams per program (0: all)."""
+    """How the work is cut. block: values per step; warps: per program; together: streams per program (0: all);
+    registers: a limit per thread (0: none), for more programs at a time."""
 
     block: int
     warps: int
     together: int = 0
+    registers: int = 0
 
 
 # Measured choices: the first entry whose token count is not below T. bench/gpu.py --tune tries CUT_CHOICES.
-CUTS: tuple[tuple[int, Cut], ...] = ((66, Cut(1024, 8, 1)), (1 << 31, Cut(1024, 4)))
-CUT_CHOICES: tuple[Cut, ...] = tuple(
-    Cut(block, warps, together) for together in (0, 1)
-    for block, warps in ((512, 2), (1024, 2), (1024, 4), (1024, 8), (2048, 8), (8192, 8), (8192, 16)))
+CUTS: tuple[tuple[int, Cut], ...] = ((66, Cut(2048, 8, 1)), (2048, Cut(1024, 4, 1, 128)), (1 << 31, Cut(1024, 4)))
+CUT_CHOICES: tuple[Cut, ...] = (
+    Cut(1024, 4), Cut(1024, 8), Cut(2048, 8), Cut(1024, 4, 2), Cut(1024, 8, 2), Cut(2048, 8, 2), Cut(512, 2, 1), Cut(512, 4, 1),
+    Cut(1024, 2, 1), Cut(1024, 4, 1), Cut(1024, 4, 1, 128), Cut(1024, 4, 0, 128),
+    Cut(1024, 8, 1), Cut(2048, 8, 1), Cut(2048, 16, 1), Cut(8192, 8, 1), Cut(8192, 16, 1),
+)
 
 
 class Gate:
@@ -96,7 +110,7 @@ class Gate:
         if q_weight.shape != k_weight.shape or q_weight.dim() != 2 or q_weight.dtype != k_weight.dtype:
             raise ValueError(f"q_weight and k_weight must be [streams, width] of one dtype; found {q_weight.dtype} "
                              f"{tuple(q_weight.shape)} and {k_weight.dtype} {tuple(k_weight.shape)}")
-        self.q_weight, self.k_weight, self.eps = q_weight.contiguous(), k_weight.contiguous(), float(eps)
+        self.weights, self.eps = (q_weight.float() * k_weight.float()).contiguous(), float(eps)  # exact of bfloat16 weights
         self.streams, self.width = q_weight.shape
         self._launches: dict[tuple[Cut, bool, torch.dtype], Launch] = {}
 
@@ -121,7 +135,7 @@ class Gate:
             return out
         cut = cut or next(choice for limit, choice in CUTS if tokens <= limit)
         launch = self.launch(cut, participates is not None, x.dtype)
-        launch((tokens, self.streams // (cut.together or self.streams)), x, kv, self.q_weight, self.k_weight,
+        launch(tokens * (self.streams // (cut.together or self.streams)), x, kv, self.weights,
                x if participates is None else participates, out, self.eps, tokens)
         return out
 
@@ -129,10 +143,10 @@ class Gate:
         """The compiled variant."""
         key = (cut, masked, dtype)
         if key not in self._launches:
-            weight = self.q_weight.dtype
+            limit = {"maxnreg": cut.registers} if cut.registers else {}
             block = min(cut.block, max(16, 1 << (self.width - 1).bit_length()))
-            words = [dtype, dtype, weight, weight, torch.uint8 if masked else dtype, dtype, 1e-20, 1]
+            words = [dtype, dtype, torch.float32, torch.uint8 if masked else dtype, dtype, 1e-20, 1]
             self._launches[key] = Launch(gate_kernel, words, {
                 "STREAMS": self.streams, "WIDTH": self.width, "CHUNKS": -(-self.width // block), "BLOCK": block,
-                "TOGETHER": cut.together or self.streams, "MASKED": masked}, warps=cut.warps)
+                "TOGETHER": cut.together or self.streams, "MASKED": masked}, warps=cut.warps, **limit)
         return self._launches[key]

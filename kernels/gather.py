@@ -129,19 +129,23 @@ def gather_kernel(source, out, out_scales, counter, done, ticket_word, dram: tl.
         scales_at = bundle + (heads * CODE_BYTES + head * SCALE_BYTES)
         if ENCODING == 0:
             if MODE != 1:
+                # the codes of a row as one run: a warp asks for 512 bytes in a row, whole lines, which PCIe is charged by
+                lane = tl.arange(0, SCALE_P2 * 32)
                 block = tl.arange(0, SCALE_P2)
-                lane = tl.arange(0, 32)
-                value_at = block[None, :, None] * 32 + lane[None, None, :]
-                wanted = there[:, None, None] & (block < SCALE_BYTES)[None, :, None]
-                written = inside[:, None, None] & (block < SCALE_BYTES)[None, :, None]
-                codes = tl.load(codes_at[:, None, None] + value_at, mask=wanted, other=0)
-                scales = tl.load(scales_at[:, None] + block[None, :], other=0,
-                                 mask=there[:, None] & (block < SCALE_BYTES)[None, :])
-                if MODE == 0:
-                    values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale_value(scales)[:, :, None]
-                    tl.store(out + (place * DIM)[:, None, None] + value_at, values.to(out.dtype.element_ty), mask=written)
+                codes = tl.load(codes_at[:, None] + lane[None, :], mask=there[:, None] & (lane < DIM)[None, :], other=0)
+                if SCALE_BYTES == 8 and CODE_BYTES % 8 == 0:                 # one word holds the scales of a row
+                    word = tl.load(tl.multiple_of(scales_at, 8).to(tl.pointer_type(tl.int64)), mask=there, other=0)
+                    scales = (word[:, None] >> (block * 8)[None, :].to(tl.int64)).to(tl.uint8)
                 else:
-                    tl.store(out + (place * DIM)[:, None, None] + value_at, codes, mask=written)
+                    scales = tl.load(scales_at[:, None] + block[None, :], other=0,
+                                     mask=there[:, None] & (block < SCALE_BYTES)[None, :])
+                written = inside[:, None] & (lane < DIM)[None, :]
+                if MODE == 0:
+                    values = tl.reshape(codes, [BLOCK, SCALE_P2, 32]).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+                    values = tl.reshape(values * scale_value(scales)[:, :, None], [BLOCK, SCALE_P2 * 32])
+                    tl.store(out + (place * DIM)[:, None] + lane[None, :], values.to(out.dtype.element_ty), mask=written)
+                else:
+                    tl.store(out + (place * DIM)[:, None] + lane[None, :], codes, mask=written)
                     tl.store(out_scales + (place * SCALE_BYTES)[:, None] + block[None, :], scales,
                              mask=inside[:, None] & (block < SCALE_BYTES)[None, :])
         if ENCODING == 2 and MODE == 0:
@@ -190,10 +194,10 @@ class Tile:
 
 
 # Measured choices (docs/lab-log.md): the first entry whose token count is not below T. bench/gpu.py --tune tries TILE_CHOICES.
-TILES: tuple[tuple[int, Tile], ...] = ((64, Tile(8, 4)), (1 << 31, Tile(16, 4)))
+TILES: tuple[tuple[int, Tile], ...] = ((1 << 31, Tile(8, 4)),)
 TILE_CHOICES: tuple[Tile, ...] = (
-    Tile(4, 1), Tile(4, 2), Tile(8, 1), Tile(8, 2), Tile(8, 4), Tile(16, 2), Tile(16, 4), Tile(16, 8), Tile(32, 4), Tile(32, 8),
-    Tile(8, 4, 528), Tile(8, 4, 1056), Tile(16, 4, 264), Tile(16, 4, 528), Tile(16, 4, 1056), Tile(32, 8, 264), Tile(32, 8, 528),
+    Tile(4, 2), Tile(8, 2), Tile(8, 4), Tile(8, 8), Tile(16, 4), Tile(16, 8), Tile(8, 4, 132), Tile(8, 4, 264), Tile(8, 4, 396),
+    Tile(8, 4, 528), Tile(8, 4, 1056), Tile(16, 8, 132), Tile(16, 8, 264), Tile(4, 2, 528), Tile(16, 4, 264),
 )
 
 

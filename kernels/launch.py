@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-TYPES = {torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64", torch.bfloat16: "bf16", torch.float32: "fp32"}
+TYPES = {torch.uint8: "u8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 def next_power_of_two(number: int) -> int:

@@ -31,25 +31,46 @@ FLOATS = (torch.bfloat16, torch.float32)                     # float32 rows or r
 
 
 @triton.jit
-def finish(r, out, partial, locks, n, t, tokens, N: tl.constexpr, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Store r float32 [n, t]; of SPLIT programs that share a tile the last one adds the parts in order and stores."""
+def share(tile, STEPS: tl.constexpr, TOTAL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Steps first .. last of a tile that fall to this program: TOTAL steps are dealt evenly, in order, to program_id(0)."""
+    begin = tl.program_id(0) * TOTAL // tl.num_programs(0)
+    end = (tl.program_id(0) + 1) * TOTAL // tl.num_programs(0)
+    return tl.maximum(begin - tile * STEPS, 0), tl.minimum(end - tile * STEPS, STEPS)
+
+
+@triton.jit
+def finish(r, out, partial, locks, n, t, tile, tokens, N: tl.constexpr, STEPS: tl.constexpr, TOTAL: tl.constexpr,  # type: ignore[no-untyped-def]
+           SHARED: tl.constexpr):
+    """Store r float32 [n, t]; of the programs that share a tile the last one adds the parts in order and stores."""
     live = (t < tokens)[None, :] & (n < N)[:, None]
     place = t.to(tl.int64)[None, :] * N + n[:, None]
-    if SPLIT == 1:
+    if not SHARED:
         tl.store(out + place, r.to(out.dtype.element_ty), mask=live)
     else:
-        size = tokens.to(tl.int64) * N
-        tl.store(partial + tl.program_id(1) * size + place, r, mask=live)
-        tl.debug_barrier()
-        lock = locks + tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
-        before = tl.atomic_add(lock, 1, sem="acq_rel", scope="gpu")
-        if before == SPLIT - 1:
+        programs = tl.num_programs(0)
+        owner = ((tile * STEPS + 1) * programs - 1) // TOTAL         # of the tile's first step, and of its last
+        parts = ((tile + 1) * STEPS * programs - 1) // TOTAL - owner + 1
+        if parts == 1:
+            tl.store(out + place, r.to(out.dtype.element_ty), mask=live)
+        else:
+            size = tokens.to(tl.int64) * N
+            tl.store(partial + (tl.program_id(0) - owner) * size + place, r, mask=live)
             tl.debug_barrier()
-            total = tl.zeros_like(r)
-            for part in tl.static_range(SPLIT):
-                total += tl.load(partial + part * size + place, mask=live, other=0.0, cache_modifier=".cg")
-            tl.store(out + place, total.to(out.dtype.element_ty), mask=live)
-            tl.atomic_xchg(lock, 0, sem="relaxed", scope="gpu")
+            lock = locks + tl.program_id(1) * (TOTAL // STEPS) + tile
+            before = tl.atomic_add(lock, 1, sem="acq_rel", scope="gpu")
+            if before == parts - 1:
+                tl.debug_barrier()
+                total = tl.zeros_like(r)
+                for part in range(parts):
+                    total += tl.load(partial + part * size + place, mask=live, other=0.0, cache_modifier=".cg")
+                tl.store(out + place, total.to(out.dtype.element_ty), mask=live)
+                tl.atomic_xchg(lock, 0, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def factor(bits):  # type: ignore[no-untyped-def]
+    """float32 of a factor's bf16 bits (int16)."""
+    return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -70,113 +91,130 @@ def row_place(column, base0, base1, base2, base3, HEADS: tl.constexpr, ORDERS: t
 
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["addresses"])
-def codes_kernel(weight, weight_scales, codes, code_scales, addresses, out, partial, locks, tokens: tl.int32,  # type: ignore[no-untyped-def]
+def codes_kernel(weight, factors, codes, code_scales, addresses, out, partial, locks, tokens: tl.int32,  # type: ignore[no-untyped-def]
                  N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_T: tl.constexpr,
-                 SPLIT: tl.constexpr, EVEN: tl.constexpr, SOURCE: tl.constexpr, HEADS: tl.constexpr, ORDERS: tl.constexpr,
+                 SHARED: tl.constexpr, EVEN: tl.constexpr, SOURCE: tl.constexpr, HEADS: tl.constexpr, ORDERS: tl.constexpr,
                  DIM: tl.constexpr):
-    """Rows program_id(0) * BLOCK_N .. of the weight, part program_id(1) of k, tokens program_id(2) * BLOCK_T .."""
+    """The share of program_id(0) in all tiles of BLOCK_N rows of the weight, for tokens program_id(1) * BLOCK_T .."""
     KB: tl.constexpr = K // 32
-    PART: tl.constexpr = (KB + SPLIT * BLOCKS - 1) // (SPLIT * BLOCKS) * BLOCKS
-    n0 = tl.program_id(0) * BLOCK_N
-    n = n0 + tl.arange(0, BLOCK_N)
-    t = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
+    STEPS: tl.constexpr = (KB + BLOCKS - 1) // BLOCKS
+    TOTAL: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N * STEPS
+    t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     block = tl.arange(0, BLOCKS)
     lane = tl.arange(0, 32)
-    group = n0 // 32 + tl.arange(0, BLOCK_N // 32)           # scale rows
     live = t < tokens
-    w_at = weight + block[:, None, None] * 32 + n[None, :, None] * K + lane[None, None, :]
-    s_at = weight_scales + group[None, :] * KB + block[:, None]
-    first = tl.program_id(1) * PART
-    last = tl.minimum(first + PART, KB)
-    rows_there = (group < (N + 31) // 32)[None, :]
     if SOURCE == 0:
         x_at = codes + block[:, None, None] * 32 + (t * K)[None, :, None] + lane[None, None, :]
         xs_at = code_scales + block[:, None] + (t * KB)[None, :]
-        xs_next = tl.load(xs_at + first, mask=live[None, :] & (first + block < KB)[:, None], other=0)
     else:
         # one row (a head of a bundle) is DIM / 32 blocks: a step lies in one row; addresses of all orders stay at hand
         base0 = tl.load(addresses + t * ORDERS, mask=live, other=0)
         base1 = tl.load(addresses + t * ORDERS + 1 % ORDERS, mask=live, other=0)
         base2 = tl.load(addresses + t * ORDERS + 2 % ORDERS, mask=live, other=0)
         base3 = tl.load(addresses + t * ORDERS + 3 % ORDERS, mask=live, other=0)
-        bundle, head, heads = row_place(first * 32 // DIM, base0, base1, base2, base3, HEADS, ORDERS)
-        xs_next = tl.load((bundle + heads * DIM + head * (DIM // 32))[None, :] + (first % (DIM // 32) + block)[:, None],
-                          mask=(bundle.to(tl.int64) != 0)[None, :], other=0)
-    s_next = tl.load(s_at + first, mask=rows_there & (first + block < KB)[:, None], other=127)
-    acc = tl.zeros([BLOCKS, BLOCK_N, BLOCK_T], tl.float32)
-    for k in range(first, last, BLOCKS):
-        ahead = (k + BLOCKS + block < last)[:, None]
-        if EVEN:
-            w = tl.load(w_at + k * 32)
-        else:
-            w = tl.load(w_at + k * 32, mask=(n < N)[None, :, None] & (k + block < KB)[:, None, None], other=0)
+    first_tile = tl.program_id(0) * TOTAL // tl.num_programs(0) // STEPS
+    last_tile = ((tl.program_id(0) + 1) * TOTAL // tl.num_programs(0) - 1) // STEPS
+    for tile in range(first_tile, last_tile + 1):
+        first, last = share(tile, STEPS, TOTAL)
+        n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        group = tile * (BLOCK_N // 32) + tl.arange(0, BLOCK_N // 32)         # rows of the factors
+        w_at = weight + block[:, None, None] * 32 + n[None, :, None] * K + lane[None, None, :]
+        s_at = factors + tl.minimum(group, (N + 31) // 32 - 1)[None, :] * KB
+        s = factor(tl.load(s_at + tl.minimum(first * BLOCKS + block, KB - 1)[:, None]))
+        s_next = tl.load(s_at + tl.minimum(first * BLOCKS + BLOCKS + block, KB - 1)[:, None])
         if SOURCE == 0:
-            if EVEN:
-                x = tl.load(x_at + k * 32, mask=live[None, :, None], other=0)
-            else:
-                x = tl.load(x_at + k * 32, mask=live[None, :, None] & (k + block < KB)[:, None, None], other=0)
-            xs = scale_value(xs_next)
-            xs_next = tl.load(xs_at + (k + BLOCKS), mask=live[None, :] & ahead, other=0)
+            xs_next = tl.load(xs_at + first * BLOCKS, mask=live[None, :] & (first * BLOCKS + block < KB)[:, None], other=0)
         else:
-            bundle, head, heads = row_place(k * 32 // DIM, base0, base1, base2, base3, HEADS, ORDERS)
-            inner = k % (DIM // 32) + block
-            x = tl.load((bundle + head * DIM)[None, :, None] + (inner * 32)[:, None, None] + lane[None, None, :],
-                        mask=(bundle.to(tl.int64) != 0)[None, :, None], other=0)
-            xs = scale_value(xs_next)
-            bundle, head, heads = row_place((k + BLOCKS) * 32 // DIM, base0, base1, base2, base3, HEADS, ORDERS)
-            inner = (k + BLOCKS) % (DIM // 32) + block
+            bundle, head, heads = row_place(first * BLOCKS * 32 // DIM, base0, base1, base2, base3, HEADS, ORDERS)
+            inner = first * BLOCKS % (DIM // 32) + block
             xs_next = tl.load((bundle + heads * DIM + head * (DIM // 32))[None, :] + inner[:, None],
-                              mask=(bundle.to(tl.int64) != 0)[None, :] & ahead, other=0)
-        s = scale_value(s_next)
-        s_next = tl.load(s_at + (k + BLOCKS), mask=rows_there & ahead, other=127)
-        s = tl.reshape(tl.broadcast_to(s[:, :, None], [BLOCKS, BLOCK_N // 32, 32]), [BLOCKS, BLOCK_N])
-        product = tl.dot(w.to(tl.float8e4nv, bitcast=True).to(tl.float16),
-                         tl.permute(x, (0, 2, 1)).to(tl.float8e4nv, bitcast=True).to(tl.float16))
-        acc += product * (s[:, :, None] * xs[:, None, :])
-    finish(tl.sum(acc, 0), out, partial, locks, n, t, tokens, N, SPLIT)
+                              mask=(bundle.to(tl.int64) != 0)[None, :], other=0)
+        acc = tl.zeros([BLOCKS, BLOCK_N, BLOCK_T], tl.float32)
+        for step in range(first, last):
+            k = step * BLOCKS
+            ahead = (k + BLOCKS + block < last * BLOCKS)[:, None] & (k + BLOCKS + block < KB)[:, None]
+            if EVEN:
+                w = tl.load(w_at + k * 32)
+            else:
+                w = tl.load(w_at + k * 32, mask=(n < N)[None, :, None] & (k + block < KB)[:, None, None], other=0)
+            if SOURCE == 0:
+                if EVEN:
+                    x = tl.load(x_at + k * 32, mask=live[None, :, None], other=0)
+                else:
+                    x = tl.load(x_at + k * 32, mask=live[None, :, None] & (k + block < KB)[:, None, None], other=0)
+                xs = scale_value(xs_next)
+                xs_next = tl.load(xs_at + (k + BLOCKS), mask=live[None, :] & ahead, other=0)
+            else:
+                bundle, head, heads = row_place(k * 32 // DIM, base0, base1, base2, base3, HEADS, ORDERS)
+                inner = k % (DIM // 32) + block
+                x = tl.load((bundle + head * DIM)[None, :, None] + (inner * 32)[:, None, None] + lane[None, None, :],
+                            mask=(bundle.to(tl.int64) != 0)[None, :, None], other=0)
+                xs = scale_value(xs_next)
+                bundle, head, heads = row_place((k + BLOCKS) * 32 // DIM, base0, base1, base2, base3, HEADS, ORDERS)
+                inner = (k + BLOCKS) % (DIM // 32) + block
+                xs_next = tl.load((bundle + heads * DIM + head * (DIM // 32))[None, :] + inner[:, None],
+                                  mask=(bundle.to(tl.int64) != 0)[None, :] & ahead, other=0)
+            scale = tl.reshape(tl.broadcast_to(s[:, :, None], [BLOCKS, BLOCK_N // 32, 32]), [BLOCKS, BLOCK_N])
+            product = tl.dot(w.to(tl.float8e4nv, bitcast=True).to(tl.float16),
+                             tl.permute(x, (0, 2, 1)).to(tl.float8e4nv, bitcast=True).to(tl.float16))
+            acc += product * (scale[:, :, None] * xs[:, None, :])
+            s = factor(s_next)                               # of the next step; those of the one after it are on their way
+            s_next = tl.load(s_at + tl.minimum(k + 2 * BLOCKS + block, KB - 1)[:, None])
+        finish(tl.sum(acc, 0), out, partial, locks, n, t, tile, tokens, N, STEPS, TOTAL, SHARED)
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def rows_kernel(weight, weight_scales, rows, out, partial, locks, tokens: tl.int32,  # type: ignore[no-untyped-def]
+def rows_kernel(weight, factors, rows, out, partial, locks, tokens: tl.int32,  # type: ignore[no-untyped-def]
                 N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_T: tl.constexpr,
-                SPLIT: tl.constexpr, EVEN: tl.constexpr):
+                SHARED: tl.constexpr, EVEN: tl.constexpr):
     """As codes_kernel, with BLOCK_K = 32 * BLOCKS values of k a step."""
     KB: tl.constexpr = K // 32
-    PART: tl.constexpr = (KB + SPLIT * BLOCKS - 1) // (SPLIT * BLOCKS) * BLOCKS
+    STEPS: tl.constexpr = (KB + BLOCKS - 1) // BLOCKS
+    TOTAL: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N * STEPS
     BLOCK_K: tl.constexpr = BLOCKS * 32
-    n0 = tl.program_id(0) * BLOCK_N
-    n = n0 + tl.arange(0, BLOCK_N)
-    t = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
+    t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     inner = tl.arange(0, BLOCK_K)
     block = tl.arange(0, BLOCKS)
-    group = n0 // 32 + tl.arange(0, BLOCK_N // 32)
     live = t < tokens
-    rows_there = (group < (N + 31) // 32)[:, None]
-    w_at = weight + n[:, None] * K + inner[None, :]
     x_at = rows + (t * K)[None, :] + inner[:, None]
-    s_at = weight_scales + group[:, None] * KB + block[None, :]
-    first = tl.program_id(1) * PART
-    last = tl.minimum(first + PART, KB)
-    s_next = tl.load(s_at + first, mask=rows_there & (first + block < KB)[None, :], other=127)
-    acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-    for k in range(first, last, BLOCKS):
-        if EVEN:
-            w = tl.load(w_at + k * 32)
-            x = tl.load(x_at + k * 32, mask=live[None, :], other=0.0)
-        else:
-            w = tl.load(w_at + k * 32, mask=(n < N)[:, None] & (k * 32 + inner < K)[None, :], other=0)
-            x = tl.load(x_at + k * 32, mask=live[None, :] & (k * 32 + inner < K)[:, None], other=0.0)
-        s = scale_value(s_next)
-        s_next = tl.load(s_at + (k + BLOCKS), mask=rows_there & (k + BLOCKS + block < last)[None, :], other=127)
-        s = tl.reshape(tl.broadcast_to(s[:, None, :, None], [BLOCK_N // 32, 32, BLOCKS, 32]), [BLOCK_N, BLOCK_K])
-        scaled = (w.to(tl.float8e4nv, bitcast=True).to(tl.float32) * s).to(rows.dtype.element_ty)
-        acc = tl.dot(scaled, x, acc)
-    finish(acc, out, partial, locks, n, t, tokens, N, SPLIT)
+    first_tile = tl.program_id(0) * TOTAL // tl.num_programs(0) // STEPS
+    last_tile = ((tl.program_id(0) + 1) * TOTAL // tl.num_programs(0) - 1) // STEPS
+    for tile in range(first_tile, last_tile + 1):
+        first, last = share(tile, STEPS, TOTAL)
+        n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        group = tile * (BLOCK_N // 32) + tl.arange(0, BLOCK_N // 32)
+        w_at = weight + n[:, None] * K + inner[None, :]
+        s_at = factors + tl.minimum(group, (N + 31) // 32 - 1)[:, None] * KB
+        s = factor(tl.load(s_at + tl.minimum(first * BLOCKS + block, KB - 1)[None, :]))
+        s_next = tl.load(s_at + tl.minimum(first * BLOCKS + BLOCKS + block, KB - 1)[None, :])
+        acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+        for step in range(first, last):
+            k = step * BLOCKS
+            if EVEN:
+                w = tl.load(w_at + k * 32)
+                x = tl.load(x_at + k * 32, mask=live[None, :], other=0.0)
+            else:
+                w = tl.load(w_at + k * 32, mask=(n < N)[:, None] & (k * 32 + inner < K)[None, :], other=0)
+                x = tl.load(x_at + k * 32, mask=live[None, :] & (k * 32 + inner < K)[:, None], other=0.0)
+            scale = tl.reshape(tl.broadcast_to(s[:, None, :, None], [BLOCK_N // 32, 32, BLOCKS, 32]), [BLOCK_N, BLOCK_K])
+            wide = w.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale
+            if rows.dtype.element_ty == tl.bfloat16:         # exact, so its upper half is all: cheaper than a conversion
+                scaled = (wide.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+            else:
+                scaled = wide
+            acc = tl.dot(scaled, x, acc)
+            s = factor(s_next)                               # of the next step; those of the one after it are on their way
+            s_next = tl.load(s_at + tl.minimum(k + 2 * BLOCKS + block, KB - 1)[None, :])
+        finish(acc, out, partial, locks, n, t, tile, tokens, N, STEPS, TOTAL, SHARED)
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How the work is cut. kind: "codes" or "rows"; blocks: of 32 values of k per step; split: programs along k."""
+    """How the work is cut. kind: "codes" or "rows"; blocks: of 32 values of k per step; split: programs along k.
+
+    programs: so many in all, the steps of all tiles dealt to them evenly (0: a program per tile and split). 132
+    multiprocessors take whole programs: 400 tiles are 3.03 rounds, so 4; 528 shares of them are 4 shorter ones.
+    """
 
     kind: str
     block_n: int
@@ -185,27 +223,38 @@ class Cut:
     warps: int
     stages: int
     split: int = 1
+    programs: int = 0
+    registers: int = 0                                       # a limit on registers per thread, for more programs at a time
 
 
 # Measured choices: the first entry whose token count is not below T. bench/gpu.py --tune tries CUT_CHOICES.
 CUTS: tuple[tuple[int, Cut], ...] = (
-    (16, Cut("codes", 64, 4, 16, 4, 4)),
+    (16, Cut("rows", 64, 4, 16, 4, 4, 1, 528, 128)),
+    (16, Cut("codes", 128, 4, 16, 4, 3)),
+    (32, Cut("rows", 128, 4, 32, 8, 3, 1, 264, 128)),
     (32, Cut("codes", 64, 4, 32, 4, 4)),
-    (1 << 31, Cut("rows", 128, 4, 64, 8, 3)),
+    (1 << 31, Cut("rows", 128, 4, 64, 8, 3, 1, 264, 128)),
 )
 CUT_CHOICES: tuple[Cut, ...] = (
-    Cut("codes", 64, 4, 16, 4, 3), Cut("codes", 64, 4, 16, 4, 4), Cut("codes", 64, 4, 16, 4, 5), Cut("codes", 64, 4, 16, 4, 6),
-    Cut("codes", 64, 8, 16, 4, 3), Cut("codes", 64, 8, 16, 4, 4), Cut("codes", 64, 8, 16, 8, 3), Cut("codes", 64, 8, 16, 8, 4),
-    Cut("codes", 32, 8, 16, 4, 4), Cut("codes", 32, 8, 16, 8, 4), Cut("codes", 32, 4, 16, 4, 6), Cut("codes", 128, 4, 16, 4, 3),
-    Cut("codes", 128, 8, 16, 8, 3), Cut("codes", 64, 4, 16, 4, 4, 2), Cut("codes", 64, 8, 16, 8, 3, 2),
-    Cut("codes", 128, 8, 16, 8, 3, 2), Cut("codes", 64, 16, 16, 8, 3), Cut("codes", 32, 16, 16, 8, 3),
-    Cut("codes", 64, 4, 32, 4, 4), Cut("codes", 64, 8, 32, 8, 3), Cut("codes", 32, 8, 32, 8, 4), Cut("codes", 32, 8, 64, 8, 3),
-    Cut("rows", 64, 4, 16, 4, 4), Cut("rows", 64, 8, 16, 4, 3), Cut("rows", 128, 4, 16, 8, 3), Cut("rows", 128, 4, 16, 4, 4),
-    Cut("rows", 64, 4, 32, 4, 4), Cut("rows", 128, 4, 32, 8, 3),
-    Cut("rows", 64, 4, 64, 4, 3), Cut("rows", 64, 4, 64, 4, 4), Cut("rows", 64, 2, 64, 4, 4), Cut("rows", 128, 4, 64, 8, 3),
-    Cut("rows", 128, 4, 64, 4, 3), Cut("rows", 128, 2, 64, 8, 4), Cut("rows", 128, 2, 64, 4, 4), Cut("rows", 128, 4, 64, 8, 3, 2),
-    Cut("rows", 128, 4, 64, 8, 3, 3), Cut("rows", 128, 4, 64, 8, 4, 2), Cut("rows", 256, 2, 64, 8, 3, 2),
-    Cut("rows", 64, 4, 64, 4, 3, 2),
+    Cut("rows", 64, 4, 16, 4, 4), Cut("rows", 64, 4, 16, 4, 4, 1, 528, 128), Cut("rows", 64, 4, 16, 4, 3, 1, 528, 128),
+    Cut("rows", 64, 4, 16, 4, 4, 1, 396), Cut("rows", 64, 4, 16, 4, 5, 1, 396), Cut("rows", 64, 4, 16, 4, 6, 1, 396),
+    Cut("rows", 64, 4, 16, 4, 3, 1, 660, 96), Cut("rows", 64, 4, 16, 4, 3, 2, 0, 96), Cut("rows", 64, 4, 16, 4, 3, 3, 0, 96),
+    Cut("rows", 64, 2, 16, 4, 6, 1, 528, 128), Cut("rows", 64, 2, 16, 4, 5, 1, 660, 96), Cut("rows", 64, 8, 16, 4, 3, 1, 396),
+    Cut("rows", 64, 8, 16, 4, 2, 1, 528, 128), Cut("rows", 64, 8, 16, 4, 4, 1, 264), Cut("rows", 128, 4, 16, 4, 4, 1, 264),
+    Cut("rows", 128, 4, 16, 4, 3, 1, 396, 168), Cut("rows", 128, 2, 16, 4, 5, 1, 396, 168),
+    Cut("rows", 128, 2, 16, 4, 4, 1, 528, 128), Cut("rows", 128, 4, 16, 8, 4, 1, 264, 128),
+    Cut("rows", 128, 4, 16, 8, 3, 1, 396, 80), Cut("rows", 128, 2, 16, 8, 5, 1, 396, 80),
+    Cut("codes", 128, 4, 16, 4, 3), Cut("codes", 128, 4, 16, 4, 3, 1, 264), Cut("codes", 128, 4, 16, 4, 4, 1, 264),
+    Cut("codes", 128, 4, 16, 4, 3, 1, 396, 168), Cut("codes", 64, 4, 16, 4, 4, 1, 528, 128),
+    Cut("codes", 64, 8, 16, 4, 3, 1, 396, 168), Cut("codes", 64, 8, 16, 8, 3, 1, 264, 128),
+    Cut("codes", 64, 4, 32, 4, 4), Cut("codes", 64, 4, 32, 4, 4, 1, 264),
+    Cut("rows", 128, 4, 32, 8, 3), Cut("rows", 128, 4, 32, 8, 3, 1, 264, 128), Cut("rows", 128, 4, 32, 8, 4, 1, 264, 128),
+    Cut("rows", 128, 2, 32, 8, 5, 1, 264, 128), Cut("rows", 128, 4, 32, 4, 3, 1, 264), Cut("rows", 128, 2, 32, 4, 4, 1, 396, 168),
+    Cut("rows", 64, 4, 32, 4, 3, 1, 528, 128), Cut("rows", 64, 4, 32, 4, 4, 1, 396, 168), Cut("rows", 256, 4, 32, 8, 3, 1, 132),
+    Cut("rows", 128, 4, 64, 8, 3), Cut("rows", 128, 4, 64, 8, 3, 1, 264, 128), Cut("rows", 128, 2, 64, 8, 4, 1, 264, 128),
+    Cut("rows", 128, 2, 64, 8, 5, 1, 264, 128), Cut("rows", 128, 4, 64, 4, 3, 1, 264), Cut("rows", 128, 2, 64, 4, 4, 1, 396, 168),
+    Cut("rows", 64, 4, 64, 4, 3, 1, 396, 168), Cut("rows", 64, 2, 64, 4, 4, 1, 528, 128), Cut("rows", 256, 4, 64, 8, 3, 1, 132),
+    Cut("rows", 256, 4, 64, 8, 4, 1, 132), Cut("rows", 256, 2, 64, 8, 4, 1, 264, 128), Cut("rows", 256, 2, 64, 8, 6, 1, 132),
 )
 
 
@@ -222,6 +271,9 @@ class Projection:
                              f"{tuple(self.weight.shape)} and {tuple(self.scales.shape)}")
         if not (self.weight.is_contiguous() and self.scales.is_contiguous() and aligned(self.weight) and aligned(self.scales)):
             raise ValueError("weight and scales must be contiguous and 16-byte aligned")
+        bits = self.scales.to(torch.int16) << 7              # the scales as bf16 bits: 0 is 2^-127 (subnormal), 255 is NaN
+        bits = torch.where(self.scales == 0, 0x0040, torch.where(self.scales == 255, 0x7FC0, bits))
+        self.factors = bits.to(torch.int16).contiguous()
         self._launches: dict[tuple[Cut, Bundles | None, torch.dtype, torch.dtype], Launch] = {}
         self._shared: dict[tuple[Cut, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -266,32 +318,42 @@ class Projection:
         if key not in self._launches:
             blocks = self.k // BLOCK
             constants = {"N": self.n, "K": self.k, "BLOCK_N": cut.block_n, "BLOCKS": cut.blocks, "BLOCK_T": cut.block_t,
-                         "SPLIT": cut.split,
-                         "EVEN": self.n % cut.block_n == 0 and blocks % (cut.split * cut.blocks) == 0}
+                         "SHARED": self._grid(cut, 1)[0] > -(-self.n // cut.block_n) or cut.programs > 0,
+                         "EVEN": self.n % cut.block_n == 0 and blocks % cut.blocks == 0}
+            options: dict[str, int] = {"warps": cut.warps, "stages": cut.stages}
+            if cut.registers:
+                options["maxnreg"] = cut.registers
             ends = [out, torch.float32, torch.int32, 1]
             if cut.kind == "codes":
                 heads, orders, dim = (0, 1, BLOCK) if bundles is None else (bundles.packed_heads, bundles.orders, bundles.dim)
                 constants |= {"SOURCE": CODES if bundles is None else ADDRESSES, "HEADS": heads, "ORDERS": orders, "DIM": dim}
-                words = [torch.uint8] * 4 + [torch.uint8 if bundles is None else torch.int64, *ends]
-                self._launches[key] = Launch(codes_kernel, words, constants, warps=cut.warps, stages=cut.stages)
+                words = [torch.uint8, torch.int16] + [torch.uint8] * 2 + [torch.uint8 if bundles is None else torch.int64, *ends]
+                self._launches[key] = Launch(codes_kernel, words, constants, **options)
             else:
-                words = [torch.uint8] * 2 + [rows, *ends]
-                self._launches[key] = Launch(rows_kernel, words, constants, warps=cut.warps, stages=cut.stages)
+                words = [torch.uint8, torch.int16, rows, *ends]
+                self._launches[key] = Launch(rows_kernel, words, constants, **options)
         return self._launches[key]
 
     def _run(self, launch: Launch, cut: Cut, tokens: int, out: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> None:
         if tokens == 0:
             return
-        grid = (-(-self.n // cut.block_n), cut.split, -(-tokens // cut.block_t))
-        partial, locks = self._parts(cut, tokens, grid) if cut.split > 1 else (out, out)
-        launch(grid, self.weight, self.scales, *inputs, out, partial, locks, tokens)
+        grid = self._grid(cut, tokens)
+        partial, locks = self._parts(cut, tokens, grid) if launch.constants["SHARED"] else (out, out)
+        launch(grid, self.weight, self.factors, *inputs, out, partial, locks, tokens)
 
-    def _parts(self, cut: Cut, tokens: int, grid: tuple[int, int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scratch of a split cut: made once, so that one stream at a time may use it (and a graph may capture it)."""
+    def _grid(self, cut: Cut, tokens: int) -> tuple[int, int]:
+        """Programs along the weight (at most one a step), and along the tokens."""
+        tiles, steps = -(-self.n // cut.block_n), -(-self.k // BLOCK // cut.blocks)
+        return min(tiles * steps, cut.programs or tiles * min(cut.split, steps)), -(-tokens // cut.block_t)
+
+    def _parts(self, cut: Cut, tokens: int, grid: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scratch of a shared cut: made once, so that one stream at a time may use it (and a graph may capture it)."""
         key = (cut, next_power_of_two(tokens))
         if key not in self._shared:
-            self._shared[key] = (torch.empty(cut.split * key[1] * self.n, dtype=torch.float32, device=self.weight.device),
-                                 torch.zeros(grid[0] * -(-key[1] // cut.block_t), dtype=torch.int32, device=self.weight.device))
+            tiles = -(-self.n // cut.block_n)
+            parts = -(-grid[0] // tiles) + 1                 # programs that a tile can have
+            self._shared[key] = (torch.empty(parts * key[1] * self.n, dtype=torch.float32, device=self.weight.device),
+                                 torch.zeros(tiles * -(-key[1] // cut.block_t), dtype=torch.int32, device=self.weight.device))
         return self._shared[key]
 
     @staticmethod

@@ -1,7 +1,10 @@
-"""Promotion: hot bundles are copied from DRAM slots to HBM slots by a kernel, off the critical path (design 2, HBM tier).
+"""Promotion: hot bundles from the pinned DRAM slab into slots of the HBM tier, off the critical path (design 2, HBM tier).
 
-Whole bundles, byte for byte, one program each. It knows neither slots nor frequency: an address is an address. Invariant: the
-word gets the ticket when every copy is complete and visible to all later kernels, so the planner may publish the HBM slots then.
+    pairs int32 [2 * n], pinned:  slot, HBM slot, slot, HBM slot, ...         (written by the planner, read in place)
+
+One program copies one bundle, byte for byte, 16 bytes a thread; the last one to finish stores the number of the batch of copies
+into the pinned word that the planner polls. It knows nothing of hotness. Invariant: the word is stored after every byte was
+written and is visible to all later kernels, so the planner may publish the HBM slots then.
 """
 
 from __future__ import annotations
@@ -10,53 +13,37 @@ import torch
 import triton
 import triton.language as tl
 
-from ssdgram.kernels.gather import store_done
 from ssdgram.kernels.launch import Launch, next_power_of_two
 
 
-@triton.jit(do_not_specialize=["ticket"], do_not_specialize_on_alignment=["sources", "targets", "ticket_word", "done", "counter"])
-def promote_kernel(sources, targets, counter, done, ticket_word, ticket: tl.int64, BYTES: tl.constexpr,  # type: ignore[no-untyped-def]
-                   BYTES_P2: tl.constexpr, TICKET: tl.constexpr):
-    """Bundle program_id(0); see `Promote`."""
-    bundle = tl.program_id(0)
-    lane = tl.arange(0, BYTES_P2)
-    source = tl.multiple_of(tl.load(sources + bundle).to(tl.pointer_type(tl.uint8)), 64)
-    target = tl.multiple_of(tl.load(targets + bundle).to(tl.pointer_type(tl.uint8)), 64)
-    tl.store(target + lane, tl.load(source + lane, mask=lane < BYTES), mask=lane < BYTES)
-    if TICKET > 0:
-        tl.debug_barrier()                                   # all warps have stored; the atomic publishes that
-        before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-        if before == tl.num_programs(0) - 1:
-            tl.atomic_xchg(counter, 0, sem="relaxed", scope="gpu")
-            store_done(done, ticket_word, ticket, TICKET)
+@triton.jit(do_not_specialize=["pairs_count", "number", "dram", "hbm"], do_not_specialize_on_alignment=["pairs", "counter", "done"])
+def promote_kernel(pairs, counter, done, dram: tl.int64, hbm: tl.int64, number: tl.int64, pairs_count: tl.int32,  # type: ignore[no-untyped-def]
+                   STRIDE: tl.constexpr, WORDS_P2: tl.constexpr):
+    """Bundle program_id(0) of the list; see the module's text."""
+    pair = tl.program_id(0)
+    source = tl.load(pairs + 2 * pair).to(tl.int64)
+    target = tl.load(pairs + 2 * pair + 1).to(tl.int64)
+    lane = tl.arange(0, WORDS_P2)
+    wanted = lane < STRIDE // 4
+    from_at = tl.multiple_of((dram + source * STRIDE).to(tl.pointer_type(tl.int32)), 64)
+    to_at = tl.multiple_of((hbm + target * STRIDE).to(tl.pointer_type(tl.int32)), 64)
+    tl.store(to_at + lane, tl.load(from_at + lane, mask=wanted, other=0), mask=wanted)
+    tl.debug_barrier()                                       # all warps have stored; the atomic publishes that
+    before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+    if before == tl.num_programs(0) - 1:
+        tl.atomic_xchg(counter, 0, sem="relaxed", scope="gpu")
+        tl.store(done, number, cache_modifier=".wt")
 
 
 class Promote:
-    """Copies of bundles of `bundle_bytes` each (a multiple of 16 is fastest)."""
+    """Launches the copies for one slot stride (bytes). `counter`: an int32 device word that is zero, for this object alone."""
 
-    def __init__(self, bundle_bytes: int) -> None:
-        self.bundle_bytes = bundle_bytes
-        self._launches: dict[int, Launch] = {}
+    def __init__(self, stride: int) -> None:
+        words = [torch.int32, torch.int32, torch.int64, 1 << 40, 1 << 40, 1, 1]
+        self.launch = Launch(promote_kernel, words, {"STRIDE": stride, "WORDS_P2": next_power_of_two(stride // 4)}, warps=4)
 
-    def __call__(self, sources: torch.Tensor, targets: torch.Tensor, *, counter: torch.Tensor | None = None,
-                 done: torch.Tensor | None = None, ticket: int = 0) -> None:
-        """On the current stream. sources, targets int64 [B]: 64-byte aligned addresses as the device sees them, in device or
-        pinned memory; no two targets alike. done, counter, ticket: as in `Gather`; no word is stored for B = 0."""
-        count = sources.shape[0]
-        if (sources.dtype != torch.int64 or targets.dtype != torch.int64 or sources.shape != targets.shape or sources.dim() != 1
-                or not (sources.is_contiguous() and targets.is_contiguous())):
-            raise ValueError(f"sources and targets must be contiguous int64 [B]; found {sources.dtype} {tuple(sources.shape)} "
-                             f"and {targets.dtype} {tuple(targets.shape)}")
-        if (done is None) != (counter is None):
-            raise ValueError("the word `done` (int64) needs a `counter` (int32 on the device), and a counter a word")
-        if count:
-            self.launch(0 if done is None else 1)(count, sources, targets, sources if counter is None else counter,
-                                                  sources if done is None else done, sources, ticket)
-
-    def launch(self, ticket: int = 1) -> Launch:
-        """The compiled variant; ticket 0: without a word."""
-        if ticket not in self._launches:
-            words = [torch.int64, torch.int64, torch.int32, torch.int64, torch.int64, 1]
-            self._launches[ticket] = Launch(promote_kernel, words, {
-                "BYTES": self.bundle_bytes, "BYTES_P2": next_power_of_two(self.bundle_bytes), "TICKET": ticket}, warps=4)
-        return self._launches[ticket]
+    def __call__(self, pairs: torch.Tensor, count: int, counter: torch.Tensor, done: torch.Tensor, dram: int, hbm: int,
+                 number: int) -> None:
+        """Copy the first `count` (1 or more) pairs on the current stream; `done` (int64, pinned) gets `number` after the last
+        byte. dram, hbm: base addresses as the device sees them, 64-byte aligned."""
+        self.launch(count, pairs, counter, done, dram, hbm, number, count)

@@ -1,10 +1,12 @@
-"""One block of shared memory (memfd) from which every array of a store is cut, in one pass.
+"""The memory from which every array of a store is cut, in one pass: a memfd block, and one of the planner's own.
 
     arena = Arena([("slots", SLOT, (n,)), ...])     sizes are known before anything is allocated
     arena["slots"]                                  NumPy view, 4096-aligned
 
-The pages are handed out by the kernel when they are first touched. The block is not inherited by forked children
-(MADV_DONTFORK): a child that used it would read a parent's memory in mid-change. It knows nothing of what it holds.
+What other processes or a GPU may look at lies in the memfd block. The rest is anonymous memory, because only that comes in
+huge pages everywhere: planning is random access over it, and with small pages every access would miss the TLB. Pages are
+handed out when they are first touched. Neither block is inherited by forked children (MADV_DONTFORK): a child would read a
+parent's memory in mid-change. It knows nothing of what the arrays hold.
 """
 
 from __future__ import annotations
@@ -13,13 +15,14 @@ import ctypes
 import math
 import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
 Spec = tuple[str, np.dtype | type, tuple[int, ...]]
 ALIGNMENT = 4096
-MADV_REMOVE, MADV_DONTFORK, MADV_HUGEPAGE = 9, 10, 14
+HUGE_PAGE = 2 << 20
+MADV_DONTNEED, MADV_REMOVE, MADV_DONTFORK, MADV_HUGEPAGE = 4, 9, 10, 14
 
 
 def rounded(size: int, to: int = ALIGNMENT) -> int:
@@ -33,33 +36,32 @@ def size_of(specs: Iterable[Spec]) -> int:
 
 
 class Arena:
-    """Arrays in one memfd mapping. `fd` may be handed to another process, `offsets` say where each array lies."""
+    """Arrays in a memfd mapping, and those named in `private` in anonymous memory of huge pages where the system has them.
 
-    def __init__(self, specs: list[Spec], name: str = "ssdgram", huge_pages: bool = False) -> None:
-        self.size = max(ALIGNMENT, size_of(specs))
+    `fd` may be handed to another process; `offsets` say where each shared array lies.
+    """
+
+    def __init__(self, specs: Sequence[Spec], name: str = "ssdgram", private: Collection[str] = ()) -> None:
+        shared = [spec for spec in specs if spec[0] not in private]
+        own = [spec for spec in specs if spec[0] in private]
+        self.size = max(ALIGNMENT, size_of(shared))
         self.fd = os.memfd_create(name, os.MFD_CLOEXEC)
         try:
             os.ftruncate(self.fd, self.size)
             self._map = mmap.mmap(self.fd, self.size, flags=mmap.MAP_SHARED)
+            self._own = mmap.mmap(-1, size_of(own) + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError:
             os.close(self.fd)
             raise
-        whole = np.frombuffer(self._map, np.uint8)
+        whole, rest = np.frombuffer(self._map, np.uint8), np.frombuffer(self._own, np.uint8)
+        rest = rest[-rest.ctypes.data % HUGE_PAGE:]
         self.address = whole.ctypes.data
-        self._advise(MADV_DONTFORK)
-        self.huge_pages = huge_pages and self._advise(MADV_HUGEPAGE)
-        self.offsets: dict[str, int] = {}
-        self._arrays: dict[str, np.ndarray] = {}
-        offset = 0
-        for key, dtype, shape in specs:
-            length = math.prod(shape) * np.dtype(dtype).itemsize
-            self.offsets[key] = offset
-            self._arrays[key] = whole[offset:offset + length].view(dtype).reshape(shape)
-            offset += rounded(length)
-
-    def _advise(self, advice: int) -> bool:
-        libc = ctypes.CDLL(None, use_errno=True)
-        return bool(libc.madvise(ctypes.c_void_p(self.address), ctypes.c_size_t(self.size), advice) == 0)
+        self._regions = ((self.address, self.size, MADV_REMOVE), (rest.ctypes.data, size_of(own), MADV_DONTNEED))
+        for address, size, _ in self._regions:
+            _advise(address, size, MADV_DONTFORK)
+        self.huge_pages = _advise(rest.ctypes.data, size_of(own), MADV_HUGEPAGE)
+        self._arrays: dict[str, np.ndarray] = _cut(whole, shared) | _cut(rest, own)
+        self.offsets = {spec[0]: self._arrays[spec[0]].ctypes.data - self.address for spec in shared}
 
     def __getitem__(self, key: str) -> np.ndarray:
         return self._arrays[key]
@@ -67,12 +69,14 @@ class Arena:
     def forget(self) -> None:
         """In a forked child: give up the descriptor; the mapping was not inherited. Nor may it be unmapped here: something else
         of the child may lie there by then, so the object that would do it lives for ever."""
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._map))
+        for mapping in (self._map, self._own):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
         self._give_up_descriptor()
 
     def close(self) -> None:
         """Give the memory back to the system, views of it or not: they read zeros from now on. Nobody writes to it any more."""
-        self._advise(MADV_REMOVE)
+        for address, size, advice in self._regions:
+            _advise(address, size, advice)
         self._give_up_descriptor()
         self._arrays.clear()
 
@@ -80,3 +84,21 @@ class Arena:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+def _cut(memory: np.ndarray, specs: Iterable[Spec]) -> dict[str, np.ndarray]:
+    """The arrays of `specs`, one behind the other in `memory` (uint8)."""
+    arrays, offset = {}, 0
+    for key, dtype, shape in specs:
+        length = math.prod(shape) * np.dtype(dtype).itemsize
+        arrays[key] = memory[offset:offset + length].view(dtype).reshape(shape)
+        offset += rounded(length)
+    return arrays
+
+
+def _advise(address: int, size: int, advice: int) -> bool:
+    """madvise on whole pages; whether the system took the advice."""
+    if size == 0:
+        return True
+    libc = ctypes.CDLL(None, use_errno=True)
+    return bool(libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), advice) == 0)

@@ -22,6 +22,10 @@ from ssdgram.errors import BudgetError
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40,
          "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+PRIVATE = frozenset({
+    "pages", "targets", "claims", "batches", "layers", "active", "slots", "directory", "sketch", "overflow", "hbm", "wants", "buckets",
+    "building", "groups", "group_index", "multipliers", "token_map", "keys", "found", "sets"})
+# the planner's (and readers') own arrays: no other process and no GPU looks at them
 MIN_FREE_SLOTS = 64                                          # slots beyond the dead bundles, at the least
 MOST_SLOTS = 1 << 30                                         # their numbers are int32
 MOST_PAGES = 1 << 16

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ssdgram._compiled import (atomic_add, atomic_exchange, atomic_load, atomic_store, compiled_lean, fence, futex_wait, futex_wake, now_ns)
-from ssdgram._plan_state import (C_COPY_REQUESTED, C_REQUEST_TAIL, FREE_BATCH, NO_ERROR, QUEUED, RELEASE, SUBMIT, W_ERROR, W_LAYER, W_SEQUENCE,
-                                 W_SLEEPERS, W_STAGE)
+from ssdgram._compiled import (address_of, atomic_add, atomic_exchange, atomic_load, atomic_store, compiled_lean, fence,
+                               futex_wait, futex_wake, now_ns)
+from ssdgram._plan_state import (C_COPY_REQUESTED, C_REQUEST_TAIL, FREE_BATCH, NO_ERROR, QUEUED, RELEASE, SUBMIT, W_ERROR,
+                                 W_LAYER, W_SEQUENCE, W_SLEEPERS, W_STAGE)
 from ssdgram._state import COPIER_WORD, PLANNER_ASLEEP, PLANNER_WORD, STOP
 
 TIMED_OUT, READY, FAILED, REFUSED = range(4)                 # what a wait comes to
@@ -39,17 +40,18 @@ def free_row(batch_words, line, start):  # type: ignore[no-untyped-def]
 
 
 @compiled_lean
-def submit(requests, plan_control, control, words, batches, batch_layers, batch_words, line, row, ticket, tokens, flags, flag,
-           slots, held, flat, positions, window, priority):  # type: ignore[no-untyped-def]
-    """Fill a FREE row and hand it to the planner. Addresses as int64; the arrays behind them live until the row is FREE again."""
+def submit(requests, plan_control, control, words, batches, batch_layers, batch_words, line, row, ticket,  # type: ignore[no-untyped-def]
+           tokens, flags, flag, slots, held, positions, window, priority):
+    """Fill a FREE row and hand it to the planner. tokens and slots int32, flags uint8, held int32: they live until the row is FREE
+    again; `flag`: the address of the word that says that the tokens are there, 0: they are."""
     batch = batches[row]
     batch.ticket = ticket
-    batch.tokens = tokens
-    batch.flags = flags
+    batch.tokens = address_of(tokens, 0)
+    batch.flags = address_of(flags, 0)
     batch.flag = flag
-    batch.slots = slots
-    batch.held = held
-    batch.flat = flat
+    batch.slots = address_of(slots, 0)
+    batch.held = address_of(held, 0)
+    batch.flat = tokens.shape[0]
     batch.positions = positions
     batch.window = window
     batch.priority = priority

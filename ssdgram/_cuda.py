@@ -25,7 +25,7 @@ from ssdgram._calls import wait_for_copies
 from ssdgram.errors import ConfigError, UnavailableError
 from ssdgram.kernels.gather import SLOTS, TILES, Bundles, Gather, mark_done, mark_launch
 from ssdgram.kernels.launch import preload
-from ssdgram.kernels.to_hbm import Promote
+from ssdgram.kernels.promote import Promote
 
 if TYPE_CHECKING:
     from ssdgram.batch import Batch
@@ -108,11 +108,15 @@ class CudaSide:
             self._registration = Registration(store._arena.address, store._arena.size)
             self.slab = device_address(state.slab.ctypes.data)
             self.hbm = torch.empty(hbm_slots * store._stride, dtype=torch.uint8, device=device)
+            self._hbm_base = self.hbm.data_ptr()
             self.counters = torch.zeros(rows * layers + 1, dtype=torch.int32, device=device)
             self.words = torch.from_numpy(plan.gpu_words)
             self.flags = torch.from_numpy(plan.token_words)
             self.pool = PinnedPool()
-            self._buffers: dict[int, list[torch.Tensor]] = {}    # batch row -> what its addresses point into
+            self._plans: dict[int, tuple[tuple[int, ...], np.ndarray, torch.Tensor, torch.Tensor]] = {}
+            self._token_buffers: dict[int, list[torch.Tensor]] = {}
+            self._gathers_done = plan.gpu_words.reshape(rows, layers)
+            self._views: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
             self.gathers = [self._gather(store, index) for index in range(layers)]
             self._promote = Promote(store._stride)
             preload(device, [*(g.launch(mode, SLOTS, dtype, ticket, tile) for g in self.gathers for _, tile in TILES
@@ -134,18 +138,24 @@ class CudaSide:
 
     # ------------------------------------------------------------ plans and tokens in pinned memory
 
-    def reclaim_buffers(self, row: int) -> None:
-        """A batch row is used anew: its old buffers are free, for its words arrived; its words start from 0."""
-        for buffer in self._buffers.pop(row, ()):
-            self.pool.give(buffer)
-        self.words[row * len(self.gathers):(row + 1) * len(self.gathers)] = 0
+    def plan_memory(self, row: int, shape: tuple[int, int, int]) -> tuple[np.ndarray, torch.Tensor]:
+        """Pinned int32 memory for the slots of a batch that uses `row` anew, as NumPy and as torch see it.
 
-    def plan_buffer(self, row: int, shape: tuple[int, int, int]) -> tuple[np.ndarray, torch.Tensor]:
-        """Pinned int32 memory for a batch's slots, as NumPy and as torch see it."""
+        What the row had before is free, for its words arrived; a row that is used for the same shape keeps its memory, so a
+        steady decode loop makes no tensors here. The row's words start from 0.
+        """
+        self._gathers_done[row] = 0
+        for buffer in self._token_buffers.pop(row, ()):
+            self.pool.give(buffer)
+        known = self._plans.get(row)
+        if known is not None and known[0] == shape:
+            return known[1], known[2]
+        if known is not None:
+            self.pool.give(known[3])
         size = 4 * math.prod(shape)
         buffer = self.pool.take(max(4, size))
-        self._buffers.setdefault(row, []).append(buffer)
         slots = buffer[:size].view(torch.int32).view(shape)
+        self._plans[row] = (shape, slots.numpy(), slots, buffer)
         return slots.numpy(), slots
 
     def tokens_to_host(self, sequences: list[Sequence], n: int, flat_tokens: np.ndarray, row: int,
@@ -156,7 +166,7 @@ class CudaSide:
         """
         size = 4 * len(flat_tokens)
         buffer = self.pool.take(max(4, size))
-        self._buffers.setdefault(row, []).append(buffer)
+        self._token_buffers.setdefault(row, []).append(buffer)
         host = buffer[:size].view(torch.int32)
         host.numpy()[:] = flat_tokens
         stop = 0
@@ -174,32 +184,43 @@ class CudaSide:
     def run(self, batch: Batch, index: int, mode: str, out: torch.Tensor | None) -> torch.Tensor:
         """Launch the gather of a layer on the current stream and note its word; the layer is ready."""
         store = batch._store
-        columns = len(store.columns)
-        shape = (len(batch), columns, store.dim) if mode == "rows" else (len(batch), columns, store.row_bytes)
-        dtype = torch.bfloat16 if mode == "rows" else torch.uint8
+        shape, dtype = self.output_of(store, len(batch), mode)
         with torch.cuda.device(self.device):
-            result = self._output(out, shape, dtype)
+            result = self.checked_output(out, shape, dtype)
             if len(batch) > 0:
                 self._launch(batch, index, mode, result)
-        store._served_bytes += len(batch) * columns * store.row_bytes
+        store._served_bytes += len(batch) * shape[1] * store.row_bytes
         return result
+
+    @staticmethod
+    def output_of(store: Store, positions: int, mode: str) -> tuple[tuple[int, int, int], torch.dtype]:
+        """Shape and dtype of a result."""
+        if mode == "rows":
+            return (positions, len(store.columns), store.dim), torch.bfloat16
+        return (positions, len(store.columns), store.row_bytes), torch.uint8
 
     def _launch(self, batch: Batch, index: int, mode: str, result: torch.Tensor) -> None:
         stream = torch.cuda.current_stream()
         before = batch._events.get(index)
-        if before is not None:
-            stream.wait_event(before)                        # the word counts launches: they finish in order
+        if before is not None and before != stream:          # the word counts launches: they have to finish in order
+            stream.wait_stream(before)
+        batch._events[index] = stream
         place = batch._row * len(batch._ready) + index
+        counter, word, address = self._views.get(place) or self._view(place)
         record = batch._store._plan.layers[place]
-        record["word"] = self.words.data_ptr() + 8 * place
-        record["expected"] += 1
-        self.gathers[index](batch._device_slots[index], result, mode=mode, dram=self.slab, hbm=self.hbm.data_ptr(),
-                            counter=self.counters[place:place + 1], done=self.words[place:place + 1], ticket=int(record["expected"]))
-        event = torch.cuda.Event()
-        event.record(stream)
-        batch._events[index] = event
+        number = int(record["expected"]) + 1
+        record["word"], record["expected"] = address, number
+        self.gathers[index](batch._device_slots[index], result, mode=mode, dram=self.slab, hbm=self._hbm_base, counter=counter,
+                            done=word, ticket=number)
 
-    def _output(self, out: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def _view(self, place: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Counter, word and the word's address of a batch row's layer; made once."""
+        view = self.counters[place:place + 1], self.words[place:place + 1], self.words.data_ptr() + 8 * place
+        self._views[place] = view
+        return view
+
+    def checked_output(self, out: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """`out`, or a new tensor; ConfigError if `out` cannot take the result."""
         if out is None:
             return torch.empty(shape, dtype=dtype, device=self.device)
         if tuple(out.shape) != shape or out.dtype != dtype or out.device != self.device or not out.is_contiguous():

@@ -13,8 +13,8 @@ from __future__ import annotations
 import numpy as np
 
 from ssdgram._compiled import atomic_exchange, atomic_load, atomic_store, compiled_inner, compiled_lean
-from ssdgram._plan_state import (C_BUILDING, C_ISSUED, C_PAGES, PP_BUCKETS, PP_STEP_PAGES, S_FAILED_ROWS, S_MERGED, S_PROMOTED, S_READS,
-                                 SLOT_READING)
+from ssdgram._plan_state import (C_BUILDING, C_ISSUED, C_PAGES, PP_BUCKETS, PP_STEP_PAGES, SLOT_READING, S_FAILED_ROWS, S_MERGED,
+                                 S_PROMOTED, S_READS)
 from ssdgram._slots import row_placed
 from ssdgram._state import (BACKGROUND, BACKGROUND_HEAD, BACKGROUND_TAIL, P_RING_CAPACITY, P_ROWS_PER_PAGE, READ_CHECK, READ_OK,
                             READ_PENDING, STEP, STEP_HEAD, STEP_TAIL)

@@ -74,7 +74,8 @@ BATCH = np.dtype([
     ("flags", np.int64),                                     # address of uint8 [flat]
     ("slots", np.int64),                                     # address of int32 [layers, positions, orders]: the plan's result
     ("held", np.int64),                                      # address of int32 [layers, positions * orders]: distinct slots
-    ("flag", np.int64),                                      # address of an int64 that becomes the ticket when the tokens are there; 0: they are
+    ("flag", np.int64),                                      # address of an int64 that becomes the ticket when the tokens are
+                                                             # there; 0: they are
     ("flat", np.int64),
     ("positions", np.int64),
     ("window", np.int64),                                    # > 0: plan so many flat tokens at a time and hold nothing after

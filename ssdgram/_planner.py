@@ -13,20 +13,21 @@ from __future__ import annotations
 import numpy as np
 
 from ssdgram._compiled import (address_of, atomic_add, atomic_exchange, atomic_load, atomic_load_at, atomic_store, compiled_inner,
-                               compiled_lean, fence, futex_wait,
-                               futex_wake, now_ns, prefetch, view_i32, view_u8)
+                               compiled_lean, fence, futex_wait, futex_wake, now_ns, prefetch, view_i32, view_u8)
 from ssdgram._pages import expand_bundle, promote, push_pages, settle_page
-from ssdgram._plan_state import (AWAITING, BAD_TOKEN, C_ACTIVE, C_BUILDING, C_COPIES, C_COPY_REQUESTED, C_COPYING, C_GIVEN, C_HBM_FREE, C_HBM_HAND,
-                                  C_IDLE, C_OVERFLOW, C_PAGES, C_PUSH, C_QUEUES, C_REQUEST_HEAD,
-                                 C_REQUEST_TAIL, C_STATE, C_TICKS, C_WANTED, COPIES, DEGRADED, DONE, EXPANDING, FREE_BATCH, LAYER_FAILED, LAYER_READY,
-                                 NO_COPY, NO_ERROR, NOWHERE, PLANNING, PP_BATCH_LINE, PP_DEGRADED_NS, PP_FILL, PP_HOT, PP_LAYERS, PP_ORDERS, PP_RANK,
-                                 PP_REQUESTS, PP_RULE, PP_SLOTS, PP_SPIN_NS, PP_VOCABULARY, PP_WORLD, QUEUED, S_BATCHES, S_BUSY_NS, S_CANCELLED, S_COPIED,
-                                 S_DEGRADED, S_DROPPED, S_ENGINE_US, S_HBM_HITS, S_HITS, S_JOINS, S_LONGEST_NS, S_LOOPS, S_MISSES, S_REPEATS, S_SLEEPS,
-                                 S_STARVED, S_TOKENS, SERVING, SLOT_FAILED, SLOT_READING, SLOT_READY, SLOT_RESERVED, SUBMIT,
-                                 TOO_LARGE, UNWINDING, W_ERROR, W_LAYER, W_SEQUENCE, W_SLEEPERS, W_STAGE, W_STARVED, WAITING, WANTS_COPY)
+from ssdgram._plan_state import (AWAITING, BAD_TOKEN, COPIES, C_ACTIVE, C_BUILDING, C_COPIES, C_COPYING, C_COPY_REQUESTED,
+                                 C_GIVEN, C_HBM_FREE, C_HBM_HAND, C_IDLE, C_OVERFLOW, C_PAGES, C_PUSH, C_QUEUES, C_REQUEST_HEAD,
+                                 C_REQUEST_TAIL, C_STATE, C_TICKS, C_WANTED, DEGRADED, DONE, EXPANDING, FREE_BATCH, LAYER_FAILED,
+                                 LAYER_READY, NOWHERE, NO_COPY, NO_ERROR, PLANNING, PP_BATCH_LINE, PP_DEGRADED_NS, PP_FILL,
+                                 PP_HOT, PP_LAYERS, PP_ORDERS, PP_RANK, PP_REQUESTS, PP_RULE, PP_SLOTS, PP_SPIN_NS, PP_VOCABULARY,
+                                 PP_WORLD, QUEUED, SERVING, SLOT_FAILED, SLOT_READING, SLOT_READY, SLOT_RESERVED, SUBMIT,
+                                 S_BATCHES, S_BUSY_NS, S_CANCELLED, S_COPIED, S_DEGRADED, S_DROPPED, S_ENGINE_US, S_HBM_HITS,
+                                 S_HITS, S_JOINS, S_LONGEST_NS, S_LOOPS, S_MISSES, S_PROMOTED, S_REPEATS, S_SLEEPS, S_STARVED,
+                                 S_TOKENS, TOO_LARGE, UNWINDING, WAITING, WANTS_COPY, W_ERROR, W_LAYER, W_SEQUENCE, W_SLEEPERS,
+                                 W_STAGE, W_STARVED)
 from ssdgram._slots import drop_copy, drop_reference, overflow_find, take
-from ssdgram._state import (BACKGROUND, COPIER_WORD, P_DONE_CAPACITY, P_READERS, PLANNER_ASLEEP, PLANNER_WORD, R_DONE_HEAD, R_DONE_TAIL,
-                            R_OLDEST_NS, READER_LINES, READER_WORDS, STEP, STOP)
+from ssdgram._state import (BACKGROUND, COPIER_WORD, PLANNER_ASLEEP, PLANNER_WORD, P_DONE_CAPACITY, P_READERS, READER_LINES,
+                            READER_WORDS, R_DONE_HEAD, R_DONE_TAIL, R_OLDEST_NS, STEP, STOP)
 from ssdgram.cache.directory import mix, prefetch_set, probe, set_of
 from ssdgram.cache.policy import frequency, standing, touch
 from ssdgram.cache.sketch import prefetch_sketch
@@ -186,6 +187,8 @@ def release(plan, b):  # type: ignore[no-untyped-def]
         plan.stats[S_CANCELLED] += 1
     if in_queue(stage) or (stage == UNWINDING and plan.words[b * plan.params[PP_BATCH_LINE] + W_STARVED] != 0):
         dequeue(plan, b)
+    if stage == EXPANDING:
+        plan.control[C_PUSH + plan.batches[b].priority] = 1  # what it built must be read: another batch may have joined it
     if stage != UNWINDING:
         unwind_from_start(plan, b)
 
@@ -823,7 +826,10 @@ def planner_loop(plan, state):  # type: ignore[no-untyped-def]
         work = take_requests(plan)
         settled = settle_reads(plan, state, SETTLE_SLICE)
         tended, waiting_for_gpu = tend_batches(plan, settled)
+        promoted = plan.stats[S_PROMOTED]
         work += settled + tended + work_on_heads(plan, state) + push_built_pages(plan, state)
+        if plan.stats[S_PROMOTED] != promoted:
+            wake_readers(state)                              # records came into the step ring by another way than a push
         if plan.hbm.shape[0] > 0:
             copied, awaited = tend_hbm(plan, state)
             work += copied

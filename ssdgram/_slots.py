@@ -8,8 +8,8 @@ the free list only when nothing refers to it, and C_IDLE counts the READY ones o
 from __future__ import annotations
 
 from ssdgram._compiled import compiled_inner, compiled_lean
-from ssdgram._plan_state import (C_FREE, C_GIVEN, C_HAND, C_HBM_FREE, C_IDLE, C_OVERFLOW, IN_DIRECTORY, IN_OVERFLOW, NO_COPY, NOWHERE, S_EVICTIONS, S_RECLAIMS,
-                                 SLOT_FAILED, SLOT_FREE, SLOT_READY, SLOT_RESERVED)
+from ssdgram._plan_state import (C_FREE, C_GIVEN, C_HAND, C_HBM_FREE, C_IDLE, C_OVERFLOW, IN_DIRECTORY, IN_OVERFLOW, NOWHERE,
+                                 NO_COPY, SLOT_FAILED, SLOT_FREE, SLOT_READY, SLOT_RESERVED, S_EVICTIONS, S_RECLAIMS)
 from ssdgram.cache import directory as cache_directory
 from ssdgram.cache import overflow as cache_overflow
 from ssdgram.cache.directory import EMPTY, WAYS, probe, remove, set_of

@@ -22,8 +22,7 @@ from ssdgram import _plan_state as p
 from ssdgram import _state as s
 from ssdgram._calls import FAILED, READY, REFUSED, TIMED_OUT, outcome, wait_layer
 from ssdgram.cache.directory import mix
-from ssdgram.errors import (BatchReleasedError, BatchTooLargeError, ReadError, ReadTimeoutError, RowCheckError, StoreBusyError,
-                            TokenError)
+from ssdgram.errors import BatchReleasedError, BatchTooLargeError, ReadError, ReadTimeoutError, RowCheckError, StoreBusyError, TokenError
 from ssdgram.kernels.hash import OUTPUT, STARTS
 from ssdgram.layout.page import describe, page_fault, signed
 
@@ -49,7 +48,7 @@ class Batch:
         self._base = row * store._line
         self._ready = [False] * slots.shape[0]
         self._device_slots: Any = None                       # the plan as the GPU reads it, [layers, T, orders]
-        self._events: dict[int, Any] = {}                    # layer index -> CUDA event behind its newest gather
+        self._events: dict[int, Any] = {}                    # layer index -> CUDA stream of its newest gather
         self._released = False
 
     def __len__(self) -> int:

@@ -58,8 +58,12 @@ class _Layout:
                            len(store.layers)) + struct.pack(f"<{len(numbers)}I", *numbers)
         if len(text) > BLOCK - 4:
             raise HotSetError(f"{len(store.columns)} columns and {len(store.layers)} layers do not fit into a hot set's header")
-        body = np.frombuffer(text.ljust(BLOCK - 4, b"\0"), np.uint8)
-        return body.tobytes() + struct.pack("<I", int(crc32c(body.ctypes.data, len(body))))
+        body = text.ljust(BLOCK - 4, b"\0")
+        return body + struct.pack("<I", _checksum(body))
+
+
+def _checksum(text: bytes) -> int:
+    return int(crc32c(np.frombuffer(text, np.uint8).ctypes.data, len(text)))
 
 
 # ---------------------------------------------------------------- compiled: entries to and from slots
@@ -191,7 +195,7 @@ def load(store: Store, path: str | os.PathLike[str]) -> int:
 
 def _checked_header(store: Store, layout: _Layout, text: bytes, size: int, path: str | os.PathLike[str]) -> int:
     """Entries of the hot set; HotSetError if it is damaged or not of this store, its columns and layers."""
-    if len(text) < BLOCK or struct.unpack_from("<I", text, BLOCK - 4)[0] != int(crc32c(np.frombuffer(text, np.uint8).ctypes.data, BLOCK - 4)):
+    if len(text) < BLOCK or struct.unpack_from("<I", text, BLOCK - 4)[0] != _checksum(text[:BLOCK - 4]):
         raise HotSetError(f"{path}: its header is damaged, or it is no hot set")
     count = _FIXED.unpack_from(text)[5]
     if text != layout.header(store, count):
@@ -219,7 +223,7 @@ def _load_blocks(store: Store, layout: _Layout, descriptor: int, count: int, pat
             return _read_whole(source, buffers[step % 2][:wanted], BLOCK + start // layout.per_block * layout.block_bytes)
 
         ahead = reading.submit(read, 0) if steps else None
-        for step, (start, entries) in enumerate(steps):
+        for step, (_, entries) in enumerate(steps):
             assert ahead is not None
             got = ahead.result()
             ahead = reading.submit(read, step + 1) if step + 1 < len(steps) else None
@@ -238,7 +242,7 @@ def _read_whole(descriptor: int, buffer: np.ndarray, offset: int) -> int:
     """Fill `buffer` from the file; bytes read, fewer at its end."""
     done = 0
     while done < len(buffer):
-        got = os.preadv(descriptor, [memoryview(buffer)[done:]], offset + done)
+        got = os.preadv(descriptor, [memoryview(buffer.data)[done:]], offset + done)
         if got <= 0:
             break
         done += got
@@ -287,6 +291,6 @@ def save(store: Store, path: str | os.PathLike[str]) -> int:
 
 
 def _write_whole(descriptor: int, data: np.ndarray) -> None:
-    view = memoryview(data)
+    view = memoryview(data.data)
     while view:
         view = view[os.write(descriptor, view):]

@@ -35,6 +35,13 @@ class Sequence:
     __slots__ = ("_length", "_wide", "device_tokens", "flat_flags", "flat_tokens", "lookback_length")
 
     def __init__(self, tokens: Any, participates: Any = None, lookback: Any = None, lookback_participates: Any = None) -> None:
+        if participates is lookback is lookback_participates is None and _is_plain(tokens):
+            self.device_tokens, self._length, self.lookback_length = None, len(tokens), 0       # the usual case, in few steps
+            self.flat_tokens = np.empty(len(tokens), np.int32)
+            self._wide = _clip_into(self.flat_tokens, tokens, 0)
+            self.flat_flags = np.full(len(tokens), PARTICIPATES | OUTPUT, np.uint8)
+            self.flat_flags[:1] |= STARTS
+            return
         self.device_tokens = tokens if _is_torch(tokens) and tokens.is_cuda else None
         own = _integers(tokens, "tokens") if self.device_tokens is None else np.zeros(_vector_length(tokens), np.int32)
         own_part = _booleans(participates, len(own), "participates")
@@ -104,6 +111,11 @@ def bad_id(sequences: list[Sequence], n: int, index: int, vocab_size: int, token
         place += f" of sequence {number}"
     advice = "mark placeholders with participates=False" if found < 0 else "is this the model's tokenizer?"
     return TokenError(f"{place} holds token id {found}: expected 0 .. {vocab_size - 1} (a vocabulary of {vocab_size}); {advice}")
+
+
+def _is_plain(tokens: Any) -> bool:
+    """Whether `tokens` is a NumPy vector of integers."""
+    return type(tokens) is np.ndarray and tokens.ndim == 1 and tokens.dtype.kind in "iu"
 
 
 def on_host(tokens: Any) -> Any:

@@ -33,13 +33,21 @@ from ssdgram import _opening, machine, queues
 from ssdgram import _plan_state as p
 from ssdgram import _state as s
 from ssdgram._arena import Arena
-from ssdgram._budget import parse_size, sizes
+from ssdgram._budget import PRIVATE, parse_size, sizes
 from ssdgram._calls import free_row, hand_back, push_request, submit, wait_free
 from ssdgram._compiled import compile_for
 from ssdgram._planner import planner_loop
 from ssdgram.batch import Batch
-from ssdgram.errors import (BudgetError, ConfigError, ForkedStoreError, SSDGramError, StoreBusyError, StoreClosedError,
-                            StoreReplacedError, UnavailableError)
+from ssdgram.errors import (
+    BudgetError,
+    ConfigError,
+    ForkedStoreError,
+    SSDGramError,
+    StoreBusyError,
+    StoreClosedError,
+    StoreReplacedError,
+    UnavailableError,
+)
 from ssdgram.hotset import load as load_hotset
 from ssdgram.hotset import save as save_hotset
 from ssdgram.kernels.gather_cpu import RowFormat, row_format
@@ -51,6 +59,7 @@ from ssdgram.stats import WAIT_BUCKETS, Stats, snapshot
 
 if TYPE_CHECKING:
     from ssdgram._cuda import CudaSide
+    from ssdgram.frame import Frame
 
 log = logging.getLogger("ssdgram")
 PRIORITIES = {"step": s.STEP, "background": s.BACKGROUND}
@@ -72,7 +81,7 @@ class Tuning:
     batches: int = 256                                       # unreleased batches at once
     retries: int = 2                                         # re-reads before the last one by another path
     spin_us: float = 20.0                                    # idle spinning before a thread sleeps
-    degraded_after_s: float = 2.0                            # a read of that age makes the store degraded
+    degraded_after_s: float = 5.0                            # a read of that age makes the store degraded
     degraded_wait_s: float = 0.25                            # how long a wait may take then
     identity_check_s: float = 1.0                            # how often the manifest is looked at
 
@@ -174,7 +183,7 @@ class Store:
         self._gather_groups = _opening.gather_groups(self._selection)
         self.capacity = self._sizes.slots - shape.groups     # distinct bundles that one batch may hold
         try:
-            self._arena = Arena(list(self._sizes.specs), huge_pages=True)
+            self._arena = Arena(self._sizes.specs, private=PRIVATE)
         except (OSError, OverflowError) as error:
             raise BudgetError(f"dram is {budget} bytes: this machine does not give that much ({error}); give less") from error
         try:
@@ -262,6 +271,13 @@ class Store:
         batch._disown()                                      # the planner frees its row after the last window
         with self._lock:
             self._leaving.add(batch._row)
+
+    def frame(self, tokens: int) -> Frame:
+        """Fixed addresses for gathers in a CUDA graph, for steps of up to `tokens` tokens (see Frame). Needs device="cuda"."""
+        from ssdgram.frame import Frame
+
+        self._check()
+        return Frame(self, tokens)
 
     def stats(self) -> Stats:
         """A snapshot of the counters (see Stats)."""
@@ -368,7 +384,7 @@ class Store:
         layers, orders = len(self.layers), self.geometry.orders
         planned = min(window, positions) if window else positions
         shape = (layers, planned, orders)
-        held = np.empty((layers, max(1, planned * orders)), np.int32)
+        held = np.empty((layers, planned * orders), np.int32)
         flag, device_slots = 0, None
         with self._lock:
             row = self._free_row()
@@ -378,16 +394,15 @@ class Store:
             if self._cuda is None:
                 slots = np.empty(shape, np.int32)
             else:
-                self._cuda.reclaim_buffers(row)
-                slots, device_slots = self._cuda.plan_buffer(row, shape)
+                slots, device_slots = self._cuda.plan_memory(row, shape)
                 if on_device:
                     tokens, flag = self._cuda.tokens_to_host(sequences, self.geometry.max_ngram, tokens, row, ticket)
             self._alive[row] = (tokens, flags, slots, held)
             batch = Batch(self, row, ticket, slots, held, (tokens, flags))   # before `submit`: Ctrl-C behind it finds an owner
             batch._device_slots = device_slots
             submit(self._plan.requests, self._plan.control, self._state.control, self._state.words, self._plan.batches,
-                   self._plan.layers, self._plan.words, self._line, row, ticket, tokens.ctypes.data, flags.ctypes.data, flag,
-                   slots.ctypes.data, held.ctypes.data, len(tokens), planned, window, PRIORITIES[priority])
+                   self._plan.layers, self._plan.words, self._line, row, ticket, tokens, flags, flag, slots.reshape(-1),
+                   held.reshape(-1), planned, window, PRIORITIES[priority])
         return batch
 
     def _free_row(self) -> int:

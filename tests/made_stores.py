@@ -194,6 +194,8 @@ def check_planner(store, made=None):
         assert set_of(x, np.uint8(group), len(plan.directory)) == number
         assert (x, group) not in entries
         entries[x, group] = slot
+    empty = plan.directory["group"] == EMPTY
+    assert (plan.directory["count"][empty] == 0).all() and (plan.directory["slot"][empty] == -1).all()
     overflow = {(int(cell["x"]), int(cell["group"])): int(cell["slot"]) for cell in plan.overflow if cell["group"] != EMPTY}
     assert len(overflow) == control[p.C_OVERFLOW]
     assert not set(overflow) & set(entries)

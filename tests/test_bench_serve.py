@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from ssdgram.bench import facts, footprint, mapped, material, serve
+from ssdgram.bench import cold, facts, footprint, mapped, material, serve, warm
 from ssdgram.cli import main
 from ssdgram.errors import NoSpaceError
 from ssdgram.tools.text import Document
@@ -19,7 +19,7 @@ DRAM = "32MiB"
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    return material.make(tmp_path_factory.mktemp("serve"), 1_000)
+    return material.make(material.Material(tmp_path_factory.mktemp("serve"), 1_000))
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def tokens(made):
 
 
 def test_plan_measures_warm_batches_of_each_kind(made, tokens):
-    result = serve.plan(made.out, tokens, positions=128, each=2, rounds=2, dram=DRAM)
+    result = warm.plan(made.out, tokens, positions=128, each=2, rounds=2, dram=DRAM)
     assert len(result["kinds"]) == 4
     for figure in result["kinds"].values():
         assert figure["us"] >= figure["least_us"] > 0 and figure["cpu_us"] > 0 and 0 < figure["batches"] <= 4
@@ -40,12 +40,12 @@ def test_plan_measures_warm_batches_of_each_kind(made, tokens):
 
 def test_plan_refuses_a_cache_that_cannot_keep_its_batches(made, tokens):
     with pytest.raises(RuntimeError, match="no batch was warm: 7MiB is too little"):
-        serve.plan(made.out, tokens, positions=128, each=3, rounds=1, dram="7MiB")
+        warm.plan(made.out, tokens, positions=128, each=3, rounds=1, dram="7MiB")
 
 
 def test_gil_compares_the_same_work_alone_and_beside(made, tokens):
     before = threading.active_count()
-    result = serve.gil(made.out, tokens[:256], cold_tokens=64, steps=6, rounds=1, pause_s=0, dram=DRAM)
+    result = warm.gil(made.out, tokens[:256], cold_tokens=64, steps=6, rounds=1, pause_s=0, dram=DRAM)
     assert threading.active_count() == before                # the computing thread is gone
     assert result["reads_s"]["alone"] > 0 and result["reads_s"]["beside"] > 0
     for side in ("alone", "beside"):
@@ -54,13 +54,13 @@ def test_gil_compares_the_same_work_alone_and_beside(made, tokens):
 
 
 def test_priority_counts_steps_during_the_background_prefetch(made, tokens):
-    result = serve.priority(made.out, tokens[:256], background=1024, steps=5, rounds=2, pause_s=0, dram=DRAM)
+    result = warm.priority(made.out, tokens[:256], background=1024, steps=5, rounds=2, pause_s=0, dram=DRAM)
     assert result["undisturbed_us"]["count"] == 10 and result["during_us"]["count"] > 0
     assert result["limit_us"] == 2 * result["undisturbed_us"]["p99"] + result["one_read_us"]["p50"]
 
 
 def test_cold_compares_equal_rows(made, tokens):
-    result = serve.cold(made, tokens, positions=128, rounds=1, dram=DRAM)
+    result = cold.cold(made, tokens, positions=128, rounds=1, dram=DRAM)
     assert result["rows"] == 128 * 48 and set(result["seconds"]) == {"ssdgram", "map", "map, MADV_RANDOM"}
     assert 0 < result["reads"] <= result["rows"]
 
@@ -69,11 +69,11 @@ def test_cold_refuses_rows_that_differ(made, tokens, monkeypatch):
     gather = mapped.MappedTables.gather
     monkeypatch.setattr(mapped.MappedTables, "gather", lambda self, ids: gather(self, np.roll(ids, 1, axis=0)))
     with pytest.raises(RuntimeError, match="not those of the map"):
-        serve.cold(made, tokens, positions=128, rounds=1, dram=DRAM)
+        cold.cold(made, tokens, positions=128, rounds=1, dram=DRAM)
 
 
 def test_growth_ends_with_a_full_cache(made):
-    result = serve.rss(made.out, dram=DRAM, batches=20, longest=256)
+    result = cold.rss(made.out, dram=DRAM, batches=20, longest=256)
     marks = result["marks"]
     assert marks["imported"] < marks["opened"] < marks["filled"] and result["evictions"] > 0
     assert result["slots_free"] <= result["slots"] // 32
@@ -81,7 +81,7 @@ def test_growth_ends_with_a_full_cache(made):
 
 
 def test_opening_is_measured_in_a_fresh_process_without_torch(made):
-    result = serve.opening({"small": made.out}, rounds=1, dram=DRAM)
+    result = cold.opening({"small": made.out}, rounds=1, dram=DRAM)
     assert result["stores"]["small"]["torch"] is False
     assert result["stores"]["small"]["open_s"] > 0 and result["stores"]["small"]["bytes"] > 1 << 20
 
@@ -106,7 +106,7 @@ def test_residency_sees_what_was_read_and_what_was_dropped(tmp_path):
 
 def test_making_refuses_without_room(tmp_path):
     with pytest.raises(NoSpaceError, match=r"take \d+\.\d GiB"):
-        material.make(tmp_path, 10**11)
+        material.make(material.Material(tmp_path, 10**11))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,6 +1,7 @@
 """Every error class is raised by the package and by some test: an error nobody has seen is a promise nobody keeps."""
 
 import ast
+import functools
 import inspect
 from pathlib import Path
 
@@ -19,6 +20,7 @@ def names_in(node):
         {part.attr for part in ast.walk(node) if isinstance(part, ast.Attribute)}
 
 
+@functools.cache
 def expected_by_tests():
     """Names within pytest.raises(...), or within a parametrize(...) of a test that has a pytest.raises."""
     found = set()
@@ -33,6 +35,7 @@ def expected_by_tests():
     return found
 
 
+@functools.cache
 def raised_by_package():
     found = set()
     for folder in ("ssdgram", "layout", "cache", "kernels", "tools"):

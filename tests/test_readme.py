@@ -1,5 +1,6 @@
 """The README keeps its word: its Python runs, its commands exist, its links lead somewhere, the two commands come first."""
 
+import dataclasses
 import os
 import re
 import shlex
@@ -89,3 +90,14 @@ def test_no_figure_is_claimed_without_a_measurement():
     """The number on the first screen names its hardware and its command, or says that it is still missing."""
     line = next(line for line in README.splitlines() if line.startswith("**Measured:**"))
     assert "to be filled in" in line or re.search(r"\d", line)
+
+
+def test_the_format_page_names_every_field():
+    from ssdgram.geometry import Geometry
+    from ssdgram.layout import manifest
+
+    page = (ROOT / "docs/format.md").read_text()
+    for name in (*manifest.FIELDS, *(field.name for field in dataclasses.fields(Geometry))):
+        assert name in page, f"docs/format.md does not name {name}"
+    for file in (manifest.MANIFEST, manifest.JOURNAL, manifest.TOKEN_MAP, "stripe.json"):
+        assert file in page

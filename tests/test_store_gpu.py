@@ -134,3 +134,37 @@ def test_ten_million_rows_under_eviction_promotion_and_cancellation_on_two_strea
         stats = store.stats()
     assert mismatches == 0
     assert stats.evictions > 0 and stats.cancelled > 0 and any(count for (tier, _), count in stats.hits.items() if tier == "hbm")
+
+
+def test_a_captured_graph_gathers_what_each_load_brought(built):
+    generator = np.random.default_rng(6)
+    with ssdgram.open(built, dram="16MiB", hbm="2MiB", device="cuda") as store:
+        frame, graph = store.frame(96), torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream()
+        with torch.cuda.graph(graph, stream=stream):
+            found = {layer: frame.packed(layer) for layer in store.layers}
+        for step in range(200):
+            tokens = drawn(generator, store, int(generator.integers(1, 97)))
+            with store.prefetch(tokens) as batch:
+                frame.load(batch)
+                if step % 7 == 3:
+                    frame.discard()
+                    continue
+                graph.replay()
+            torch.cuda.synchronize()
+            for layer, rows in found.items():
+                assert np.array_equal(rows[:len(tokens)].cpu().numpy(), wanted(store, tokens, layer))
+                assert not rows[len(tokens):].any()
+        with pytest.raises(ssdgram.ConfigError, match="gathered by this frame already"):
+            frame.rows(1)
+        with store.prefetch(drawn(generator, store, 97)) as batch, pytest.raises(ssdgram.BatchTooLargeError):
+            frame.load(batch)
+
+
+def test_cudas_memory_is_what_was_asked_for(built):
+    torch.cuda.synchronize()
+    free = torch.cuda.mem_get_info()[0]
+    with ssdgram.open(built, dram="64MiB", hbm="256MiB", device="cuda") as store:
+        taken = free - torch.cuda.mem_get_info()[0]
+        assert (256 << 20) * 0.98 < taken < (256 << 20) * 1.05 + (64 << 20)
+        assert store._arena.size <= 64 << 20

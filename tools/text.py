@@ -99,11 +99,11 @@ def _documents(source: str, root: Path, suffixes: tuple[str, ...] | None, read: 
 def sources(kind: str) -> dict[str, Iterator[Document]]:
     """The documents of each source of a kind ("code" or "prose") that this machine has; unread until asked for."""
     roots = {name: path for name, path in _roots().items() if path.is_dir()}
-    plain: Callable[[Path], str] = _read
+    parts: list[tuple[str, str, tuple[str, ...] | None, Callable[[Path], str]]]
     if kind == "code":
-        parts = [(name, name, _CODE, plain) for name in ("stdlib", "packages", "include", "gcc", "perl")]
+        parts = [(name, name, _CODE, _read) for name in ("stdlib", "packages", "include", "gcc", "perl")]
     elif kind == "prose":
-        parts = [("doc", "doc", None, plain), ("man", "man", (".gz",), _manual), ("readme", "packages", _PROSE, plain),
+        parts = [("doc", "doc", None, _read), ("man", "man", (".gz",), _manual), ("readme", "packages", _PROSE, _read),
                  ("docstrings", "packages", (".py",), _docstrings), ("stdlib-docstrings", "stdlib", (".py",), _docstrings)]
     else:
         raise ValueError(f"kind is {kind!r}; there are 'code' and 'prose'")

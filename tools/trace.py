@@ -22,7 +22,9 @@ from typing import Any
 import numpy as np
 
 from ssdgram._compiled import compiled
-from ssdgram.errors import FormatError
+from ssdgram.errors import FormatError, TokenError
+from ssdgram.geometry import Geometry
+from ssdgram.kernels.hash import OUTPUT, PARTICIPATES, STARTS, check_tokens, ngram_keys
 from ssdgram.tools.text import Document
 
 BATCH = 256                                                  # documents tokenised at once
@@ -70,7 +72,9 @@ def build(tokenizer_path: Path, documents: Iterable[Document], limit: int) -> To
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(tokenizer_path))
-    digest, used, pieces, total, waiting = hashlib.sha256(), Counter[str](), [], 0, []
+    digest, used, total = hashlib.sha256(), Counter[str](), 0
+    pieces: list[np.ndarray] = []
+    waiting: list[Document] = []
 
     def flush() -> int:
         added = 0
@@ -132,3 +136,25 @@ def interleave(trace: TokenTrace, streams: int = 64) -> tuple[np.ndarray, np.nda
     order, step_of = np.empty(len(trace.tokens), np.int64), np.empty(len(trace.tokens), np.int64)
     _interleave(trace.starts, streams, order, step_of)
     return order, step_of
+
+
+def bundles(trace: TokenTrace, geometry: Geometry, token_map: np.ndarray | None, streams: int = 64,
+            layers: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """The bundles asked for in the order of decoding: x int64 and group uint8, each [N x layers x orders].
+
+    Of the first `layers` layers only: what happens to one layer's bundles in a cache happens to all, so one is enough for
+    hit rates. `token_map` as in `Geometry.keys`. TokenError if the trace has ids that the geometry does not.
+    """
+    table = geometry.checked_map(token_map)
+    flags = np.full(len(trace.tokens), PARTICIPATES | OUTPUT, np.uint8)
+    flags[trace.starts[:-1][np.diff(trace.starts) > 0]] |= STARTS
+    bad = check_tokens(trace.tokens, flags, geometry.vocabulary(table))
+    if bad >= 0:
+        raise TokenError(f"token {bad} of the trace is {trace.tokens[bad]}: expected 0 .. {geometry.vocabulary(table) - 1}; "
+                         "the trace was made with another tokenizer")
+    keys = np.empty((len(trace.tokens), len(geometry.layers), geometry.orders), np.int64)
+    ngram_keys(trace.tokens, flags, 0, len(trace.tokens), table, geometry.multiplier_array, geometry.rule, geometry.fill(table),
+               keys)
+    order, _ = interleave(trace, streams)
+    groups = np.tile(np.arange(layers * geometry.orders, dtype=np.uint8), len(order))
+    return keys[order, :layers].reshape(-1), groups

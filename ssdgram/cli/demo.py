@@ -81,7 +81,7 @@ def table_of(outcome: Outcome) -> Table:
                  "ms a step\np50/p90/p99", "wrong\nrows"):
         table.add_column(name, justify="right")
     for phase in outcome.phases:
-        times = [f"{value:.1f}" for value in np.percentile(phase.wait_ms, (50, 90, 99))]
+        times = [f"{value:.3g}" for value in np.percentile(phase.wait_ms, (50, 90, 99))]
         hits = ["/".join(_share(phase, tier, order) for order in orders) for tier in tiers]
         table.add_row(phase.name, str(phase.tokens), *hits, str(phase.reads),
                       f"{phase.bytes_read / phase.useful_bytes:.2f}", "/".join(times), str(phase.wrong))

@@ -17,10 +17,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from ssdgram._state import P_DEPTH, P_READERS, State
-from ssdgram.errors import UnavailableError
+from ssdgram.errors import ConfigError, UnavailableError
 from ssdgram.queues import probe
-from ssdgram.queues._handoff import (READER_NEW, READER_PLAIN, READER_RETURNED, READER_RUNNING, READER_STUCK, wake_planner,
-                                     wake_readers)
+from ssdgram.queues._handoff import READER_NEW, READER_PLAIN, READER_RETURNED, READER_RUNNING, READER_STUCK, wake_planner, wake_readers
 from ssdgram.queues.state import file_records, new_state
 from ssdgram.queues.threads import ThreadsQueue
 from ssdgram.queues.uring import UringQueue
@@ -60,9 +59,12 @@ class Queue(Protocol):
 
 
 def resolve(name: str) -> tuple[str, str]:
-    """("uring" or "threads", why) for a queue name, before any array is laid out. Raises UnavailableError, ValueError."""
+    """("uring" or "threads", why) for a queue name, before any array is laid out. Raises UnavailableError, ConfigError."""
+    if name == "gds":
+        raise UnavailableError("queue 'gds': reads by GPUDirect Storage are not in this version; open with queue='auto': pages then "
+                               "land in pinned DRAM, from where the GPU gathers them")
     if name not in NAMES:
-        raise ValueError(f"queue {name!r}: expected one of {', '.join(NAMES)}")
+        raise ConfigError(f"queue {name!r}: expected one of {', '.join(NAMES)}")
     if name == "threads":
         return name, "asked for by name"
     finding = probe.io_uring()

@@ -52,7 +52,7 @@ def test_the_others():
         compiled(Gate(weight, weight).launch(cut, True))
     compiled(mark_launch(1))
     compiled(mark_launch(2))
-    assert re.search(r"st\.global[.\w:]*\.v4\.b32", compiled(Promote(2112).launch()))
+    assert re.search(r"st\.global[.\w:]*\.v4\.b32", compiled(Promote(2112).launch))
     compiled(Check(8, 256, 8, generation=1, layer=1, device="cpu").launch())
     constants = torch.ones(2, 24)
     hasher = Hash(torch.ones(2, 4), constants, constants, token_map=range(9), fill=2, vocabulary=9, device="cpu")

@@ -13,8 +13,9 @@ from ssdgram.kernels.project import CUT_CHOICES, Cut, Projection
 GOLDEN = golden("wkv_mxfp8_small.npz")
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double().nan_to_num(nan=0.0).numpy()
 CODES = (Cut("codes", 64, 4, 16, 4, 3), Cut("codes", 32, 2, 16, 4, 3), Cut("codes", 64, 2, 32, 4, 3, 3),
-         Cut("codes", 128, 4, 16, 4, 2, 2))
-ROWS = (Cut("rows", 64, 2, 16, 4, 3), Cut("rows", 128, 4, 16, 8, 3), Cut("rows", 64, 2, 64, 4, 3, 2))
+         Cut("codes", 64, 2, 16, 4, 3, 1, 7), Cut("codes", 128, 4, 16, 4, 2, 2))
+ROWS = (Cut("rows", 64, 2, 16, 4, 3), Cut("rows", 128, 4, 16, 8, 3), Cut("rows", 64, 2, 64, 4, 3, 2),
+        Cut("rows", 64, 2, 64, 4, 3, 1, 7), Cut("rows", 64, 4, 16, 4, 3, 1, 3))
 
 
 def values(codes, scales, rows_too=False):

@@ -1,0 +1,108 @@
+"""Frame: fixed addresses for gathers that are captured in a CUDA graph, and filled anew before each launch of it.
+
+    frame = store.frame(256)                      once: for steps of up to 256 tokens
+    with torch.cuda.graph(graph):
+        rows = [frame.rows(layer) for layer in store.layers]
+    ...
+    with store.prefetch(tokens) as batch:         each step
+        frame.load(batch)                         waits for the batch's rows and for the launch before, then fills the frame
+        graph.replay()
+
+Positions beyond the batch's tokens gather zeros. The gathers store the frame's number behind them, as those of a batch store
+theirs, so the slots of a loaded batch are given back only after the replay has read them: a loaded batch must be replayed
+before it is released, or taken out again by `discard`. A frame belongs to one thread and one graph at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ssdgram.errors import BatchTooLargeError, ConfigError, ReadTimeoutError
+
+if TYPE_CHECKING:
+    from ssdgram.batch import Batch
+    from ssdgram.store import Store
+
+
+class Frame:
+    """Made by `Store.frame`. `tokens`: the most positions that a loaded batch may have."""
+
+    def __init__(self, store: Store, tokens: int) -> None:
+        if store._cuda is None:
+            raise ConfigError("a frame holds addresses for a GPU: open the store with device='cuda'")
+        if tokens < 1:
+            raise ConfigError(f"tokens is {tokens}: expected the most tokens of a step, 1 or more")
+        self._store, self._cuda, self.tokens = store, store._cuda, int(tokens)
+        layers, orders = len(store.layers), store.geometry.orders
+        self._slots = torch.full((layers, tokens, orders), -1, dtype=torch.int32).pin_memory()
+        self._numbers = torch.zeros(layers, dtype=torch.int64).pin_memory()          # what the gathers store next
+        self._words = torch.zeros(layers, dtype=torch.int64).pin_memory()            # what they stored last
+        self._counters = torch.zeros(layers, dtype=torch.int32, device=self._cuda.device)
+        self._slots_array, self._words_array = self._slots.numpy(), self._words.numpy()
+        self._used = [False] * layers
+        self._number = 0
+        self._loaded: Batch | None = None
+
+    def rows(self, layer: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Launch (or capture) the gather of a layer into bfloat16 [tokens, columns, dim] on the current stream."""
+        return self._gather(layer, "rows", out)
+
+    def packed(self, layer: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Launch (or capture) the gather of a layer into uint8 [tokens, columns, row_bytes] on the current stream."""
+        return self._gather(layer, "packed", out)
+
+    def _gather(self, layer: int, mode: str, out: torch.Tensor | None) -> torch.Tensor:
+        store, index = self._store, self._store._layer_index(layer)
+        if self._used[index]:
+            raise ConfigError(f"layer {layer} is gathered by this frame already: one gather of a layer, one word; make another frame")
+        shape, dtype = self._cuda.output_of(store, self.tokens, mode)
+        result = self._cuda.checked_output(out, shape, dtype)
+        self._used[index] = True
+        self._cuda.gathers[index](self._slots[index], result, mode=mode, dram=self._cuda.slab, hbm=self._cuda.hbm.data_ptr(),
+                                  counter=self._counters[index:index + 1], done=self._words[index:index + 1],
+                                  ticket=self._numbers[index:index + 1])
+        return result
+
+    def load(self, batch: Batch, timeout_s: float = 30.0) -> None:
+        """Wait for the batch's rows and for the last launch's gathers, then put the batch's slots into the frame.
+
+        Raises what `Batch.wait` raises, BatchTooLargeError for more positions than the frame has.
+        """
+        if len(batch) > self.tokens:
+            raise BatchTooLargeError(len(batch), self.tokens)
+        deadline = time.monotonic() + timeout_s
+        batch.wait(timeout_s=timeout_s)
+        while not self._launched_is_done():
+            if time.monotonic() > deadline:
+                raise ReadTimeoutError("the graph that was launched with this frame has not gathered its rows; was the batch "
+                                       "that was loaded before ever replayed?", age_s=timeout_s)
+            time.sleep(0)
+        self._slots_array[:, :len(batch)] = batch._slots
+        self._slots_array[:, len(batch):] = -1
+        self._number += 1
+        self._numbers.fill_(self._number)
+        self._loaded = batch
+        self._expect(batch, self._words.data_ptr(), self._number)
+
+    def discard(self) -> None:
+        """The loaded batch will not be replayed: it may be released."""
+        if self._loaded is not None:
+            self._expect(self._loaded, 0, 0)
+            self._number = int(self._words_array[self._used].max(initial=0))
+            self._loaded = None
+
+    def _launched_is_done(self) -> bool:
+        used = self._words_array[np.array(self._used)]
+        return bool((used == self._number).all())
+
+    def _expect(self, batch: Batch, words: int, number: int) -> None:
+        """Have the planner wait for this frame's words before it gives the batch's slots back."""
+        records: Any = self._store._plan.layers
+        for index, used in enumerate(self._used):
+            if used:
+                record = records[batch._row * len(self._used) + index]
+                record["word"], record["expected"] = words + 8 * index if words else 0, number
