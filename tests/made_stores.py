@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import shutil
 import time
@@ -27,6 +28,7 @@ from ssdgram.tools.synth import expected_rows
 
 QUEUES = ("uring", "threads") if queues.probe.io_uring().ok else ("threads",)
 QUICK = Tuning(readers=1, depth=16, degraded_after_s=20.0)
+THREADED = dataclasses.replace(QUICK, readers=6, depth=1)    # the same for the queue `threads`
 IMPATIENT = Tuning(readers=1, depth=16, degraded_after_s=0.2, degraded_wait_s=0.1)         # for drives that stop answering
 
 
@@ -65,11 +67,12 @@ class Made:
 
     def open(self, dram="8MiB", **options):
         """Open it; a tuning made for tests unless another is given."""
-        options.setdefault("tuning", QUICK)
+        options.setdefault("tuning", THREADED if options.get("queue") == "threads" else QUICK)
         return ssdgram.open(self.out, dram=dram, **options)
 
-    def dram_for(self, slots, layers=None, columns=None, tuning=QUICK, queue="auto"):
+    def dram_for(self, slots, layers=None, columns=None, tuning=None, queue="auto"):
         """The smallest budget that gives at least that many slots (those of the dead bundles included)."""
+        tuning = tuning or (THREADED if queue == "threads" else QUICK)
         selection = _opening.Selection.of(self.geometry, layers, columns)
         readers, depth = tuning.readers or queues.default_readers(queue), tuning.depth or queues.default_depth(queue)
         vocabulary = 0 if self.token_map is None else len(self.token_map)
