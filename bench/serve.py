@@ -59,7 +59,7 @@ def main(names: tuple[str, ...], folder: Path, rows: int, small_rows: int, dram:
             result = measurements[name]()
             if save:
                 load = [round(begin[0], 2), round(os.getloadavg()[0], 2)]
-                payload = {"facts": facts(folder), "load": load, "rows": rows, "dram": dram, "text": about, **result}
+                payload = {"facts": facts(folder), "load": load, "rows_a_column": rows, "dram": dram, "text": about, **result}
                 click.echo(f"  written: {write_results(f'serve-{name}', payload).name}")
     finally:
         if not keep:

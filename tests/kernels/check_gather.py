@@ -189,8 +189,8 @@ def test_many_random_rows_of_both_tiers(tokens):
     slots = torch.where(torch.rand(tokens, 3) < 0.3, -2 - slots % 1000, slots).to(torch.int32)
     every = torch.cat([dram.to(DEVICE), hbm])
     bundle = every[torch.where(slots >= 0, slots, 3000 + (-2 - slots)).to(DEVICE).long()]
-    codes = bundle[..., :2048].view(tokens, 24, 256)
-    scales = bundle[..., 2048:2112].view(tokens, 24, 8)
+    codes = bundle[..., :2048].reshape(tokens, 24, 256)
+    scales = bundle[..., 2048:2112].reshape(tokens, 24, 8)
     table = torch.from_numpy(TABLE.view(np.int16)).to(DEVICE)
     wanted = table[scales.repeat_interleave(32, -1).long(), codes.long()].view(torch.bfloat16)
     for tile in (None, Tile(8, 1), Tile(32, 8), Tile(16, 4, 264)):
