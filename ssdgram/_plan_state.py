@@ -92,7 +92,7 @@ BATCH = np.dtype([
     ("misses", np.int64),
     ("joined", np.int64),                                    # bundles that another batch was already reading
     ("reads", np.int64),                                     # pages asked for
-    ("given", np.int64),                                     # C_GIVEN when it had starved
+    ("given", np.int64),                                     # C_GIVEN when it starved, and what it gave back itself since
     ("priority", np.int32),
     ("released", np.int32),
     ("layer", np.int32),                                     # of the unwinding or expanding cursor

@@ -16,7 +16,7 @@ from ssdgram._compiled import (address_of, atomic_add, atomic_exchange, atomic_l
                                compiled_lean, fence, futex_wait, futex_wake, now_ns, prefetch, view_i32, view_u8)
 from ssdgram._pages import expand_bundle, promote, push_pages, settle_page
 from ssdgram._plan_state import (AWAITING, BAD_TOKEN, COPIES, C_ACTIVE, C_BUILDING, C_COPIES, C_COPYING, C_COPY_REQUESTED,
-                                 C_GIVEN, C_HBM_FREE, C_HBM_HAND, C_IDLE, C_OVERFLOW, C_PUSH, C_QUEUES, C_REQUEST_HEAD,
+                                 C_GIVEN, C_HBM_FREE, C_HBM_HAND, C_IDLE, C_OVERFLOW, C_PAGES, C_PUSH, C_QUEUES, C_REQUEST_HEAD,
                                  C_REQUEST_TAIL, C_STATE, C_TICKS, C_WANTED, DEGRADED, DONE, EXPANDING, FREE_BATCH, LAYER_FAILED,
                                  LAYER_READY, NOWHERE, NO_COPY, NO_ERROR, PLANNING, PP_BATCH_LINE, PP_DEGRADED_NS, PP_FILL,
                                  PP_HOT, PP_LAYERS, PP_ORDERS, PP_RANK, PP_REQUESTS, PP_RULE, PP_SLOTS, PP_SPIN_NS, PP_VOCABULARY,
@@ -47,6 +47,8 @@ POLL_NS = 100_000                                            # longest sleep whi
 HBM_PROBES = 16                                              # slots of the HBM tier looked at for one that may be dropped
 
 BLOCKED, MORE, LAYER_DONE, ALL_DONE = range(4)
+UNMARKED, COUNTED = -1, -2                                   # in a slot's ticket word: no batch's
+TRY_AGAIN = -(1 << 62)                                       # in BATCH.given: whether or not anything is given back
 
 
 # ---------------------------------------------------------------- batches: queues, stages, words
@@ -183,7 +185,7 @@ def release(plan, b):  # type: ignore[no-untyped-def]
     plan.batches[b].released = 1
     if stage < DONE:
         plan.stats[S_CANCELLED] += 1
-    if in_queue(stage):
+    if in_queue(stage) or (stage == UNWINDING and plan.words[b * plan.params[PP_BATCH_LINE] + W_STARVED] != 0):
         dequeue(plan, b)
     if stage == EXPANDING:
         plan.control[C_PUSH + plan.batches[b].priority] = 1  # what it built must be read: another batch may have joined it
@@ -296,10 +298,10 @@ def hold(plan, state, b, slot, layer, order, held):  # type: ignore[no-untyped-d
             consider_copy(plan, slot, order)
         return
     plan.layers[line].unready += 1
-    if status == SLOT_READING:
+    if slots[slot].refs > 1:                                 # another batch has it, read or about to be
         batches[b].joined += 1
         plan.stats[S_JOINS + order] += 1
-        if batches[b].priority == STEP and slots[slot].priority == BACKGROUND:
+        if status == SLOT_READING and batches[b].priority == STEP and slots[slot].priority == BACKGROUND:
             promote(plan, state, slot)
 
 
@@ -377,21 +379,50 @@ def expand_slice(plan, state, b):  # type: ignore[no-untyped-def]
 
 @compiled_inner
 def starve(plan, b):  # type: ignore[no-untyped-def]
-    """No slot was to be had. Alone with its slots, the batch is too large; else it gives all back and tries again later."""
+    """No slot was to be had. The batch is too large, or gives all back and tries again later; it keeps its place in the queue."""
     line = b * plan.params[PP_BATCH_LINE]
     plan.stats[S_STARVED] += 1
-    dequeue(plan, b)
-    if plan.batches[b].need >= plan.params[PP_SLOTS] - plan.groups.shape[0]:
+    if has_every_slot(plan, b):
+        dequeue(plan, b)
         atomic_store(plan.words, line + W_ERROR, np.int32(TOO_LARGE))
         ring_bell(plan, b)
     else:
         atomic_store(plan.words, line + W_STARVED, np.int32(1))
+        plan.batches[b].given = plan.control[C_GIVEN]
     unwind_from_start(plan, b)
     other = plan.control[C_QUEUES + 2]
     if plan.batches[b].priority == STEP and other >= 0 and stage_of(plan, other) == PLANNING:
-        dequeue(plan, other)                                 # half a plan holds slots and cannot go on before this one
         atomic_store(plan.words, other * plan.params[PP_BATCH_LINE] + W_STARVED, np.int32(1))
+        plan.batches[other].given = TRY_AGAIN                # half a plan holds slots and cannot go on before this one
         unwind_from_start(plan, other)
+
+
+@compiled_inner
+def mark_held(plan, b, mark):  # type: ignore[no-untyped-def]
+    """Write `mark` into the ticket word of the slots that the batch holds. How many had another there."""
+    batch, layers = plan.batches[b], plan.params[PP_LAYERS]
+    room = batch.positions * plan.params[PP_ORDERS]
+    held = view_i32(batch.held, layers * room)
+    count = 0
+    for layer in range(layers):
+        for k in range(plan.layers[b * layers + layer].held):
+            slot = np.int64(held[layer * room + k])
+            count += plan.slots[slot].ticket != mark
+            plan.slots[slot].ticket = mark
+    return count
+
+
+@compiled_inner
+def has_every_slot(plan, b):  # type: ignore[no-untyped-def]
+    """Whether the batch and the dead bundles' (row 0) hold all slots between them. The marks are lost: the batch is to unwind.
+
+    `need` alone does not tell: it counts a bundle twice if another batch met it in between.
+    """
+    if plan.batches[b].need < plan.params[PP_SLOTS] - plan.groups.shape[0]:
+        return False
+    mark_held(plan, 0, np.int64(UNMARKED))
+    mark_held(plan, b, np.int64(UNMARKED))
+    return mark_held(plan, 0, np.int64(COUNTED)) + mark_held(plan, b, np.int64(COUNTED)) == plan.params[PP_SLOTS]
 
 
 @compiled_inner
@@ -403,6 +434,8 @@ def must_wait_for_slots(plan, b):  # type: ignore[no-untyped-def]
 @compiled_inner
 def advance_head(plan, state, b):  # type: ignore[no-untyped-def]
     """One slice of work on the batch at the head of its queue. Whether there was any to do."""
+    if stage_of(plan, b) == UNWINDING:
+        return False                                         # it starved, and others wait until it gave all back
     if stage_of(plan, b) == QUEUED:
         if must_wait_for_slots(plan, b):
             return False
@@ -518,8 +551,13 @@ def unwind_slice(plan, b):  # type: ignore[no-untyped-def]
         mine = plan.layers[b * layers + batch.layer]
         stop = min(mine.held, batch.expand + budget)
         budget -= stop - batch.expand
+        given = plan.control[C_GIVEN]
         for k in range(batch.expand, stop):
-            drop_reference(plan.control, plan.directory, plan.slots, plan.hbm, plan.overflow, held[batch.layer * room + k])
+            slot = np.int64(held[batch.layer * room + k])
+            if plan.slots[slot].ticket == batch.ticket:
+                plan.slots[slot].ticket = UNMARKED           # a plan begun again has to count itself in again
+            drop_reference(plan.control, plan.directory, plan.slots, plan.hbm, plan.overflow, slot)
+        batch.given += plan.control[C_GIVEN] - given         # its own slots are no news to it
         batch.expand = stop
         if stop < mine.held:
             return True
@@ -533,7 +571,6 @@ def unwind_slice(plan, b):  # type: ignore[no-untyped-def]
 def after_unwinding(plan, b):  # type: ignore[no-untyped-def]
     """The batch holds nothing: free it, or let it plan (its next window, or from the start if it had starved)."""
     batch, layers, line = plan.batches[b], plan.params[PP_LAYERS], b * plan.params[PP_BATCH_LINE]
-    batch.given = plan.control[C_GIVEN]
     windowed_end = batch.window > 0 and batch.cursor >= batch.flat and plan.words[line + W_STARVED] == 0
     if batch.released != 0 or windowed_end:
         free_batch(plan, b)
@@ -542,24 +579,16 @@ def after_unwinding(plan, b):  # type: ignore[no-untyped-def]
         reset_plan(plan, b, 0)
         set_stage(plan, b, DONE)                             # until it is released
         return
-    if plan.words[line + W_STARVED] == 0:
+    starved = plan.words[line + W_STARVED] != 0
+    if not starved:
         batch.start = batch.cursor
     for layer in range(layers):
         atomic_store(plan.words, line + W_LAYER + layer, np.int32(0))
     reset_plan(plan, b, batch.start)
-    enqueue_again(plan, b)
-
-
-@compiled_inner
-def enqueue_again(plan, b):  # type: ignore[no-untyped-def]
-    """A starved batch goes back to the head of its queue (first come, first served); a windowed one to its end."""
-    queue = C_QUEUES + 2 * plan.batches[b].priority
-    if plan.words[b * plan.params[PP_BATCH_LINE] + W_STARVED] == 0 or plan.control[queue] < 0:
+    if starved:
+        set_stage(plan, b, QUEUED)                           # it never left the queue: first come, first served
+    else:
         enqueue(plan, b)
-        return
-    plan.batches[b].queue_next = plan.control[queue]
-    plan.control[queue] = b
-    set_stage(plan, b, QUEUED)
 
 
 @compiled_inner
@@ -697,7 +726,8 @@ def tend_hbm(plan, state):  # type: ignore[no-untyped-def]
             return 0, 1
         finish_copies(plan)
         return 1, 0
-    if control[C_WANTED] > 0 and control[C_QUEUES] < 0:
+    step = control[C_QUEUES]
+    if control[C_WANTED] > 0 and (step < 0 or plan.words[step * plan.params[PP_BATCH_LINE] + W_STARVED] != 0):
         if request_copies(plan) > 0:
             atomic_add(state.words, COPIER_WORD, np.int32(1))
             futex_wake(state.words, COPIER_WORD, 1)
@@ -814,5 +844,6 @@ def planner_loop(plan, state):  # type: ignore[no-untyped-def]
             if plan.control[C_TICKS] & 1023 == 0:
                 look_at_drive(plan, state, now)
         elif now - last_work > plan.params[PP_SPIN_NS]:
-            reading = look_at_drive(plan, state, now)
+            look_at_drive(plan, state, now)
+            reading = plan.control[C_PAGES + 1] < state.pages.shape[0]       # in a ring, or in a drive whose age is to be watched
             sleep(plan, state, POLL_NS if waiting_for_gpu > 0 else NAP_NS if reading else -1)

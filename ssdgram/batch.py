@@ -208,8 +208,10 @@ class Batch:
     def _outstanding(self, index: int) -> int:
         """Rows of a layer that are not in their slots yet, of the bundles planned so far."""
         plan = self._store._plan
-        line = self._row * len(self._ready) + index
-        slots = plan.slots[np.unique(self._held[index, :int(plan.layers["held"][line])])]
+        if plan.words[self._base + p.W_STAGE] == p.QUEUED:   # its records may still be those of the batch before
+            return 0
+        held = np.unique(self._held[index, :int(plan.layers["held"][self._row * len(self._ready) + index])])
+        slots = plan.slots[held[(held >= 0) & (held < len(plan.slots))]]     # the planner may be writing there
         unread = slots["status"] == p.SLOT_RESERVED
         heads = plan.groups["heads"][plan.group_index[slots["group"][unread]]]
         return int(slots["pending"][slots["status"] == p.SLOT_READING].sum() + heads.sum())

@@ -457,7 +457,7 @@ class Store:
         out = np.empty((len(tokens), *self._plan.multipliers.shape), np.int64)[:, :, 1:].copy()
         count = ngram_keys(tokens, flags, 0, len(tokens), self._token_map, self._plan.multipliers, self.geometry.rule,
                            self.geometry.fill(self._token_map), out)
-        return out[:count].reshape(count, -1)
+        return out[:count].reshape(count, len(self._plan.groups))
 
     def _row_format(self, index: int) -> RowFormat:
         """How the rows of a served layer become values."""

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import shutil
 import time
@@ -19,14 +20,16 @@ from ssdgram import _opening, queues
 from ssdgram import _plan_state as p
 from ssdgram import _state as s
 from ssdgram._budget import sizes
-from ssdgram.cache.directory import EMPTY, WAYS, set_of
+from ssdgram.cache.directory import EMPTY, set_of
 from ssdgram.layout.files import load_token_map
 from ssdgram.layout.manifest import Manifest
 from ssdgram.store import Tuning
 from ssdgram.tools.synth import expected_rows
 
 QUEUES = ("uring", "threads") if queues.probe.io_uring().ok else ("threads",)
-QUICK = Tuning(readers=1, depth=16, degraded_after_s=0.15, degraded_wait_s=0.1)
+QUICK = Tuning(readers=1, depth=16, degraded_after_s=20.0)
+THREADED = dataclasses.replace(QUICK, readers=6, depth=1)    # the same for the queue `threads`
+IMPATIENT = Tuning(readers=1, depth=16, degraded_after_s=0.2, degraded_wait_s=0.1)         # for drives that stop answering
 
 
 def until(condition, timeout_s=10.0):
@@ -64,11 +67,12 @@ class Made:
 
     def open(self, dram="8MiB", **options):
         """Open it; a tuning made for tests unless another is given."""
-        options.setdefault("tuning", QUICK)
+        options.setdefault("tuning", THREADED if options.get("queue") == "threads" else QUICK)
         return ssdgram.open(self.out, dram=dram, **options)
 
-    def dram_for(self, slots, layers=None, columns=None, tuning=QUICK, queue="auto"):
+    def dram_for(self, slots, layers=None, columns=None, tuning=None, queue="auto"):
         """The smallest budget that gives at least that many slots (those of the dead bundles included)."""
+        tuning = tuning or (THREADED if queue == "threads" else QUICK)
         selection = _opening.Selection.of(self.geometry, layers, columns)
         readers, depth = tuning.readers or queues.default_readers(queue), tuning.depth or queues.default_depth(queue)
         vocabulary = 0 if self.token_map is None else len(self.token_map)
@@ -188,10 +192,10 @@ def check_planner(store, made=None):
     assert control[p.C_IDLE] == len(live) - len(dead) - int((slots["where"][np.setdiff1d(live, dead)] != p.IN_DIRECTORY).sum())
 
     entries = {}
-    for number, way in zip(*np.nonzero(plan.directory["group"] != EMPTY)):
-        x, group, slot = (int(plan.directory[name][number, way]) for name in ("x", "group", "slot"))
+    places = np.nonzero(plan.directory["group"] != EMPTY)
+    for number, x, group, slot in zip(places[0].tolist(), *(plan.directory[name][places].tolist() for name in ("x", "group", "slot"))):
         assert set_of(x, np.uint8(group), len(plan.directory)) == number
-        assert (x, group) not in entries and slot not in entries.values()
+        assert (x, group) not in entries
         entries[x, group] = slot
     empty = plan.directory["group"] == EMPTY
     assert (plan.directory["count"][empty] == 0).all() and (plan.directory["slot"][empty] == -1).all()
@@ -221,8 +225,21 @@ def check_planner(store, made=None):
     assert stats.slots_idle == control[p.C_IDLE] and stats.slots_in_use == len(dead)
     assert stats.oldest_ticket is None and stats.pending_pages == 0
 
-    if made is not None and store.columns == tuple(range(made.geometry.columns)):
-        for (x, group), slot in found.items():
-            want = made.bundle_bytes(group, x)
-            have = state.slab[slot * store._stride:slot * store._stride + len(want)]
-            np.testing.assert_array_equal(have, want, err_msg=f"slot {slot}: x {x}, group {group}")
+    if made is not None and store.columns == tuple(range(made.geometry.columns)) and store.layers == made.geometry.layers:
+        check_bundles(made, store, found)
+
+
+def check_bundles(made, store, found):
+    """The bytes of every bundle in the cache, {(x, group): slot}."""
+    geometry = made.geometry
+    heads, codes, scales = geometry.heads, geometry.code_bytes, geometry.scale_bytes
+    for group in range(geometry.groups):
+        index, order = divmod(group, geometry.orders)
+        here = [(x, slot) for (x, g), slot in found.items() if g == group]
+        x, slots = np.array(here, np.int64).reshape(-1, 2).T
+        columns = np.arange(order * heads, (order + 1) * heads)
+        rows = x[:, None] % geometry.prime_array[index, columns] + geometry.offset_array[index, columns]
+        want = expected_rows(made.seed, geometry.layers[index], rows, geometry)
+        have = store._state.slab.reshape(-1, store._stride)[slots, :heads * (codes + scales)]
+        np.testing.assert_array_equal(have[:, :heads * codes].reshape(-1, heads, codes), want[:, :, :codes])
+        np.testing.assert_array_equal(have[:, heads * codes:].reshape(-1, heads, scales), want[:, :, codes:])

@@ -1,0 +1,496 @@
+"""The planner as its callers see it: slots under pressure, queues of batches, joins, promotion, and what is left when all is over.
+
+Every store here is checked at its end (conftest.served): each slot in one place, lists whole, bundles right byte by byte.
+"""
+
+import contextlib
+import dataclasses
+import threading
+import time
+
+import numpy as np
+import pytest
+from made_stores import QUEUES, QUICK, assert_served, check_planner, clear_faults, packed, quiet, set_fault, until
+
+import ssdgram
+from ssdgram import _plan_state as p
+from ssdgram._state import FAULT_STALL
+from ssdgram.store import Tuning
+
+
+def sized(made, bundles, seed, start=1):
+    """As many random tokens as need at most that many distinct bundles."""
+    count = max(start, bundles // made.geometry.groups - 8)
+    while made.distinct((made.tokens(count + 1, seed), {})) <= bundles:
+        count += 1
+    return made.tokens(count, seed)
+
+
+# ---------------------------------------------------------------- batches that find no slot
+
+
+def test_a_plan_begun_again_holds_what_it_met_before(engram, served):
+    """A batch that starved and plans anew counts itself again into the bundles that were in the cache: nobody takes them away."""
+    store = served(engram, dram=engram.dram_for(150))
+    known, holder_tokens = sized(engram, 50, 1), sized(engram, 45, 2)
+    rest = sized(engram, store.capacity - 55, 3)
+    tokens = np.concatenate([known, rest])
+    assert store.capacity - 45 < engram.distinct((tokens, {})) <= store.capacity
+    with store.prefetch(known) as batch:
+        batch.wait()
+    holder = store.prefetch(holder_tokens)
+    holder.wait()
+    batch = store.prefetch(tokens)
+    assert until(lambda: store.stats().starved > 0)
+    holder.release()
+    assert_served(engram, store, batch, tokens)
+    assert batch.timing["bundles"] == engram.distinct((tokens, {}))
+    for seed in range(10, 15):                               # and they stay while others come and go beside it
+        small = store.prefetch(engram.tokens(1, seed))
+        try:
+            small.wait(timeout_s=0.05)
+        except ssdgram.StoreBusyError:
+            pass
+        small.release()
+    assert_served(engram, store, batch, tokens)
+    batch.release()
+
+
+def test_large_batches_behind_each_other(engram, served):
+    """Each needs nearly all slots, and its references take several slices to drop: whoever waits holds nothing, none starves."""
+    store = served(engram, dram=engram.dram_for(7000))
+    holder = store.prefetch(engram.tokens(60, 0))
+    holder.wait()
+    texts = [sized(engram, store.capacity - 10, seed, 1) for seed in (1, 2, 3)]
+    for priority in ("step", "background"):
+        batches = [store.prefetch(text, priority=priority) for text in texts]
+        assert until(lambda: store.stats().starved > 0)
+        time.sleep(0.05)
+        holder.release()
+        for text, batch in zip(texts, batches):
+            with batch:
+                batch.wait(timeout_s=20)
+                assert np.array_equal(packed(batch, 14), engram.expected(14, text))
+        holder = store.prefetch(engram.tokens(60, 0))
+        holder.wait()
+    holder.release()
+
+
+def test_a_step_takes_the_slots_of_half_a_background_plan(engram, served):
+    """A background batch in the middle of its plan gives back what it has; planned to its end, it was there first."""
+    store = served(engram, dram=engram.dram_for(7000))
+    gave_back = 0
+    for seed in range(12):
+        large, small = sized(engram, store.capacity - 10, 10 + seed), engram.tokens(400, 40 + seed)
+        background, step = store.prefetch(large, priority="background"), store.prefetch(small)
+        try:
+            step.wait(timeout_s=2)
+            gave_back += 1
+            assert_served(engram, store, step, small)
+            step.release()
+        except ssdgram.StoreBusyError as error:
+            assert error.tickets == (background.ticket,)
+        background.wait(timeout_s=20)
+        assert np.array_equal(packed(background, 1), engram.expected(1, large))
+        background.release()
+        if not step._released:
+            assert_served(engram, store, step, small)
+            step.release()
+    assert gave_back > 0
+
+
+def test_a_release_at_any_moment_is_seen(engram, served):
+    """Whoever starves just as another gives back is served at once, and not at the next release."""
+    store = served(engram, dram=engram.dram_for(150), tuning=dataclasses.replace(QUICK, spin_us=200.0))
+    first, second = sized(engram, 80, 1), sized(engram, 80, 2)
+    random = np.random.default_rng(0)
+    for _ in range(1500):
+        holder = store.prefetch(first)
+        holder.wait()
+        late = store.prefetch(second)
+        end = time.perf_counter() + random.random() * 150e-6
+        while time.perf_counter() < end:
+            pass
+        holder.release()
+        late.wait(timeout_s=5)
+        late.release()
+    assert store.stats().starved > 100
+
+
+def test_a_starved_batch_can_be_cancelled(engram, served):
+    store = served(engram, dram=engram.dram_for(150))
+    holder = store.prefetch(sized(engram, 80, 1))
+    holder.wait()
+    for seed in range(200):
+        first, second = store.prefetch(sized(engram, 100, 2)), store.prefetch(engram.tokens(2, seed), priority="background")
+        if seed % 3:
+            assert until(lambda: store._plan.words[first._base + p.W_STARVED] != 0)
+        first.release()
+        with second:
+            second.wait(timeout_s=5)
+    holder.release()
+
+
+def test_a_wait_that_ends_before_the_plan_began(engram, served):
+    """The records of a batch's row are those of the batch before until the planner takes it: no word of them in the message."""
+    store = served(engram)
+    for turn in range(400):
+        with store.prefetch(engram.tokens(1 + turn % 60, turn)) as batch:
+            with contextlib.suppress(ssdgram.ReadTimeoutError):
+                batch.wait(timeout_s=0)
+
+
+def test_no_tokens_behind_a_batch_that_waits_for_slots(engram, served):
+    store = served(engram, dram=engram.dram_for(150))
+    holder = store.prefetch(sized(engram, 80, 1))
+    holder.wait()
+    with store.prefetch(sized(engram, 100, 2)), store.prefetch([]) as empty:
+        with pytest.raises(ssdgram.StoreBusyError):
+            empty.wait(timeout_s=0.1)
+        holder.release()
+        empty.wait(timeout_s=10)
+
+
+def test_too_large_beside_others(engram, served):
+    """The verdict needs the store to be empty of others: until then it is a batch that waits; its need is named either way."""
+    store = served(engram, dram=engram.dram_for(150))
+    holder = store.prefetch(engram.tokens(3, 1))
+    holder.wait()
+    tokens = engram.tokens(200, 2)
+    with store.prefetch(tokens) as batch:
+        with pytest.raises(ssdgram.BatchTooLargeError) as caught:
+            batch.wait(timeout_s=0.2)
+        assert (caught.value.need, caught.value.have) == (engram.distinct((tokens, {})), store.capacity)
+        holder.release()
+        with pytest.raises(ssdgram.BatchTooLargeError) as caught:
+            batch.wait(timeout_s=10)
+        assert (caught.value.need, caught.value.have) == (engram.distinct((tokens, {})), store.capacity)
+
+
+# ---------------------------------------------------------------- joins and promotion
+
+
+def stalled_reads(store):
+    """Hold every read from now on; the readers' hands are full afterwards."""
+    set_fault(store, FAULT_STALL)
+
+
+@pytest.mark.parametrize("queue", QUEUES)
+def test_a_later_batch_joins_the_reads_of_an_earlier_one(engram, served, queue):
+    store = served(engram, queue=queue)
+    tokens = engram.tokens(40)
+    stalled_reads(store)
+    before = store.stats()
+    first = store.prefetch(tokens)
+    assert until(lambda: store.stats().pending_pages > 0 and store.stats().queue_depth > 0)
+    second = store.prefetch(tokens)
+    assert until(lambda: sum(store.stats().joins.values()) == engram.distinct((tokens, {})))
+    first.release()                                          # drops its interest, not the reads
+    clear_faults(store)
+    with second:
+        assert_served(engram, store, second, tokens)
+        assert second.timing["misses"] == 0 and second.timing["reads"] == 0
+    after = store.stats()
+    assert sum(after.misses.values()) - sum(before.misses.values()) == engram.distinct((tokens, {}))
+    assert after.reads - before.reads <= 4 * engram.distinct((tokens, {}))
+    assert after.cancelled == 1
+
+
+def test_bundles_of_a_plan_that_another_reserved_are_joined(engram, served):
+    """A step meets bundles that a background plan has reserved and not yet begun to read."""
+    store = served(engram, dram="16MiB")
+    for seed in range(12):
+        text = engram.tokens(1500, seed)
+        background = store.prefetch(text, priority="background")
+        step = store.prefetch(text[:100])
+        with step, background:
+            assert np.array_equal(packed(step, 14), engram.expected(14, text[:100]))
+            assert np.array_equal(packed(background, 14), engram.expected(14, text))
+
+
+@pytest.mark.parametrize("queue", QUEUES)
+def test_a_step_promotes_the_background_reads_that_it_waits_for(engram, served, queue):
+    """Thousands of background reads are queued; a step that needs some of them does not wait for the others."""
+    store = served(engram, queue=queue, dram="16MiB")
+    text = engram.tokens(1500)
+    stalled_reads(store)
+    background = store.prefetch(text, priority="background")
+    assert until(lambda: store.stats().pending_pages > 500 and store.stats().queue_depth > 0)
+    step = store.prefetch(text[25:30], lookback=text[:25])   # the first bundles are in the ring, most wait for page records
+    assert until(lambda: store.stats().promoted_reads > 0)
+    clear_faults(store)
+    with step, background:
+        step.wait()
+        assert store._plan.words[background._base + p.W_LAYER + 1] == 0, "the step came last"
+        assert_served(engram, store, step, text[25:30], lookback=text[:25])
+        assert np.array_equal(packed(background, 1), engram.expected(1, text))
+
+
+def test_a_step_is_served_during_a_large_background_prefetch(engram, served):
+    """Step batches come and go while a background batch of many thousand reads is under way."""
+    store = served(engram, dram="24MiB", tuning=dataclasses.replace(QUICK, depth=32))
+    text = engram.tokens(8000)
+    background = store.prefetch(text, priority="background")
+    served_before, worst = 0, 0.0
+    while store._plan.words[background._base + p.W_STAGE] != p.DONE and served_before < 300:
+        begin = time.monotonic()
+        tokens = engram.tokens(5, 100 + served_before)
+        with store.prefetch(tokens) as batch:
+            assert_served(engram, store, batch, tokens)
+        worst = max(worst, time.monotonic() - begin)
+        served_before += 1
+    assert served_before >= 5, "the background batch was over at once"
+    with background:
+        assert np.array_equal(packed(background, 14), engram.expected(14, text))
+
+
+def test_warm_fills_the_cache_and_holds_no_slots(engram, served):
+    store = served(engram, dram=engram.dram_for(3000))
+    text = engram.tokens(300)
+    assert store.warm(text) is None
+    assert quiet(store)
+    assert store.stats().slots_in_use == 6                   # the dead bundles
+    misses = sum(store.stats().misses.values())
+    with store.prefetch(text) as batch:
+        assert_served(engram, store, batch, text)
+    assert sum(store.stats().misses.values()) - misses < 0.1 * engram.distinct((text, {}))
+    store.warm([ssdgram.Sequence(text[:50]), ssdgram.Sequence(text[50:], lookback=text[:50])])
+    store.warm(text[3:], lookback=text[:3])
+    assert quiet(store)
+
+
+def test_warm_with_more_than_the_cache_holds(engram, served):
+    """Window by window: never too large, never in a step's way."""
+    store = served(engram, dram=engram.dram_for(100))
+    for seed in range(5):
+        store.warm(engram.tokens(700, seed))
+        tokens = engram.tokens(10, 50 + seed)
+        with store.prefetch(tokens) as batch:
+            batch.wait(timeout_s=10)
+            assert_served(engram, store, batch, tokens)
+    assert quiet(store, 30)
+    assert store.stats().tokens >= 5 * 700
+
+
+def test_warm_warns_of_nothing_and_leaves_nothing(engram, served, recwarn):
+    store = served(engram)
+    for seed in range(600):                                  # more than there are batch rows
+        store.warm(engram.tokens(3, seed))
+        if seed % 50 == 0:
+            assert quiet(store)
+    assert quiet(store) and not recwarn.list
+    assert len(store._alive) <= 256
+
+
+# ---------------------------------------------------------------- cancelling
+
+
+@pytest.mark.parametrize("queue", QUEUES)
+def test_cancelled_at_random(engram, served, queue):
+    """Thousands of batches, most of them released at some moment before use: no slot is lost, nobody else's bytes change."""
+    store = served(engram, dram=engram.dram_for(1600), queue=queue)
+    random = np.random.default_rng(3)
+    texts = [engram.tokens(int(random.integers(1, 30)), seed) for seed in range(60)]
+    flying = []
+    for turn in range(3000):
+        text = texts[random.integers(60)]
+        priority = "background" if random.random() < 0.3 else "step"
+        batch = store.prefetch(text, priority=priority)
+        choice = random.random()
+        if choice < 0.5:
+            batch.release()
+        elif choice < 0.7:
+            try:
+                batch.wait(timeout_s=random.random() * 1e-3)
+            except TimeoutError:
+                pass
+            batch.release()
+        else:
+            flying.append((text, batch))
+        if len(flying) > 5:
+            text, batch = flying.pop(int(random.integers(len(flying))))
+            with batch:
+                if random.random() < 0.5:
+                    layer = int(random.choice(store.layers))
+                    assert np.array_equal(packed(batch, layer), engram.expected(layer, text))
+    for text, batch in flying:
+        with batch:
+            assert_served(engram, store, batch, text)
+    check_planner(store, engram)
+    stats = store.stats()
+    assert stats.slots_free + stats.slots_idle + stats.slots_in_use == stats.slots and stats.slots_in_use == 6
+    assert stats.cancelled > 300
+
+
+def test_cancelled_while_its_reads_are_in_the_drive(engram, served):
+    """Its reads land before their buffers are reused: they fill the cache, and the next batch is a hit."""
+    store = served(engram)
+    tokens = engram.tokens(10)
+    stalled_reads(store)
+    batch = store.prefetch(tokens)
+    assert until(lambda: store.stats().queue_depth > 0)
+    batch.release()
+    assert until(lambda: store.stats().oldest_ticket is None)
+    assert store.stats().slots_in_use > 6                    # the reads keep their slots
+    clear_faults(store)
+    assert until(lambda: store.stats().slots_in_use == 6)
+    reads = store.stats().reads
+    with store.prefetch(tokens) as batch:
+        assert_served(engram, store, batch, tokens)
+    assert store.stats().reads == reads
+
+
+# ---------------------------------------------------------------- a long random life
+
+
+class Life:
+    """Random prefetches, waits, results, releases and warmings against the plain model, from one thread."""
+
+    def __init__(self, made, store, seed):
+        self.made, self.store = made, store
+        self.random = np.random.default_rng(seed)
+        self.flying = []
+
+    def request(self):
+        """Sequences (as arguments of the model), some with dead positions and lookbacks, often of few different tokens."""
+        random, requests = self.random, []
+        for _ in range(int(random.integers(1, 4))):
+            count = int(random.integers(0, 14))
+            pool = 4 if random.random() < 0.4 else self.made.vocabulary
+            context = {"lookback": random.integers(0, pool, int(random.integers(0, 5))), "participates": random.random(count) < 0.9}
+            requests.append((random.integers(0, pool, count), context))
+        return requests
+
+    def step(self):
+        """One random move."""
+        random, store = self.random, self.store
+        move = random.random()
+        if move < 0.45 or not self.flying:
+            requests = self.request()
+            sequences = [ssdgram.Sequence(tokens, **context) for tokens, context in requests]
+            priority = "background" if random.random() < 0.25 else "step"
+            self.flying.append((requests, store.prefetch(sequences, priority=priority)))
+        elif move < 0.5:
+            store.warm([ssdgram.Sequence(tokens, **context) for tokens, context in self.request()])
+        elif move < 0.8:
+            self.check(*self.flying[int(random.integers(len(self.flying)))])
+        else:
+            requests, batch = self.flying.pop(int(random.integers(len(self.flying))))
+            if random.random() < 0.5:
+                self.check(requests, batch)
+            batch.release()
+        while len(self.flying) > 6:
+            self.flying.pop(0)[1].release()
+
+    def check(self, requests, batch):
+        layer = int(self.random.choice(self.store.layers))
+        try:
+            while True:
+                try:
+                    batch.wait(layer, timeout_s=0.02)
+                    break
+                except ssdgram.ReadTimeoutError:             # a slow disk
+                    pass
+        except (ssdgram.StoreBusyError, ssdgram.BatchTooLargeError):         # our own batches hold the slots, or too few are there
+            return
+        found = packed(batch, layer)
+        want = np.concatenate([self.made.expected(layer, tokens, **context) for tokens, context in requests])
+        np.testing.assert_array_equal(found, want)
+
+    def end(self):
+        for requests, batch in self.flying:
+            self.check(requests, batch)
+            batch.release()
+        self.flying.clear()
+
+
+@pytest.mark.parametrize("queue", QUEUES)
+@pytest.mark.parametrize("slots", [100, 400, 3000])
+@pytest.mark.parametrize("store_name", ["engram", "wide"])
+def test_a_long_random_life(request, served, queue, slots, store_name):
+    made = request.getfixturevalue(store_name)
+    store = served(made, dram=made.dram_for(max(slots, 100), queue=queue), queue=queue)
+    life = Life(made, store, seed=slots)
+    for turn in range(600):
+        life.step()
+        if turn % 200 == 199:
+            life.end()
+            check_planner(store, made)
+    life.end()
+    check_planner(store, made)
+
+
+def test_a_long_random_life_of_three_threads(engram, served):
+    """One store, three threads, each with batches of its own."""
+    store = served(engram, dram=engram.dram_for(700))
+    failures = []
+
+    def live(seed):
+        life = Life(engram, store, seed)
+        try:
+            for _ in range(400):
+                life.step()
+            life.end()
+        except BaseException as error:  # noqa: BLE001
+            failures.append(error)
+
+    threads = [threading.Thread(target=live, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+# ---------------------------------------------------------------- the drive's health
+
+
+@pytest.mark.parametrize("queue", QUEUES)
+def test_a_drive_that_stops_answering_is_noticed_however_the_planner_sleeps(engram, served, queue):
+    """The planner may be asleep before a reader has the read in the drive; it must look at its age all the same."""
+    store = served(engram, queue=queue, tuning=Tuning(readers=1, depth=16, spin_us=0.0, degraded_after_s=0.05, degraded_wait_s=0.05))
+    for seed in range(15):
+        set_fault(store, FAULT_STALL)
+        batch = store.prefetch(engram.tokens(1, seed))
+        assert until(lambda: store.stats().state == "degraded", 3.0), f"not noticed, try {seed}"
+        clear_faults(store)
+        assert until(lambda: store.stats().state == "ready", 3.0)
+        with batch:
+            assert_served(engram, store, batch, engram.tokens(1, seed))
+    assert store.stats().degraded >= 15
+
+
+def test_the_checker_sees_a_lost_slot(engram, served):
+    """check_planner can fail."""
+    store = served(engram, check=False)
+    with store.prefetch(engram.tokens(20)) as batch:
+        batch.wait()
+    check_planner(store, engram)
+    slots, control = store._plan.slots, store._plan.control
+    slot = int(np.flatnonzero((slots["status"] == p.SLOT_READY) & (slots["refs"] == 0))[0])
+    for breaking, mending in (
+            (lambda: slots["refs"].__setitem__(slot, 1), lambda: slots["refs"].__setitem__(slot, 0)),
+            (lambda: control.__setitem__(p.C_IDLE, control[p.C_IDLE] - 1), lambda: control.__setitem__(p.C_IDLE, control[p.C_IDLE] + 1)),
+            (lambda: slots["x"].__setitem__(slot, slots["x"][slot] + 1), lambda: slots["x"].__setitem__(slot, slots["x"][slot] - 1)),
+            (lambda: store._state.slab.__setitem__(slot * store._stride, store._state.slab[slot * store._stride] ^ 1),
+             lambda: store._state.slab.__setitem__(slot * store._stride, store._state.slab[slot * store._stride] ^ 1))):
+        breaking()
+        with pytest.raises(AssertionError):
+            check_planner(store, engram)
+        mending()
+    check_planner(store, engram)
+
+
+def test_tunings(engram, served):
+    """Depth one, many readers, no spinning, much spinning: the same rows."""
+    tokens = engram.tokens(200)
+    for changes in ({"readers": 1, "depth": 1}, {"readers": 3, "depth": 2, "background_depth": 1}, {"readers": 4, "spin_us": 500.0},
+                    {"readers": 2, "spin_us": 0.0, "retries": 0}, {"depth": 64, "batches": 2}):
+        tuning = dataclasses.replace(QUICK, **changes)
+        for queue in QUEUES:
+            store = served(engram, tuning=tuning, queue=queue)
+            for priority in ("background", "step"):
+                with store.prefetch(tokens, priority=priority) as batch:
+                    assert_served(engram, store, batch, tokens)
+            store.close()
