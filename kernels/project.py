@@ -229,6 +229,14 @@ class Cut:
 
 # Measured choices: the first entry whose token count is not below T. bench/gpu.py --tune tries CUT_CHOICES.
 CUTS: tuple[tuple[int, Cut], ...] = (
+    (16, Cut("rows", 128, 4, 16, 4, 3, 1, 396, 168)),
+    (16, Cut("codes", 128, 4, 16, 4, 3)),
+    (32, Cut("rows", 64, 4, 32, 4, 3, 1, 528, 128)),
+    (32, Cut("codes", 64, 4, 32, 4, 4)),
+    (1 << 31, Cut("rows", 128, 4, 64, 4, 3, 1, 264)),
+)
+CUT_CHOICES.
+CUTS: tuple[tuple[int, Cut], ...] = (
     (16, Cut("rows", 64, 4, 16, 4, 4, 1, 528, 128)),
     (16, Cut("codes", 128, 4, 16, 4, 3)),
     (32, Cut("rows", 128, 4, 32, 8, 3, 1, 264, 128)),
@@ -316,9 +324,9 @@ class Projection:
         """The compiled variant."""
         key = (cut, bundles, out, rows)
         if key not in self._launches:
-            blocks = self.k // BLOCK
+            blocks, programs = self.k // BLOCK, self._grid(cut, 1)[0]
             constants = {"N": self.n, "K": self.k, "BLOCK_N": cut.block_n, "BLOCKS": cut.blocks, "BLOCK_T": cut.block_t,
-                         "SHARED": self._grid(cut, 1)[0] > -(-self.n // cut.block_n) or cut.programs > 0,
+                         "SHARED": programs > -(-self.n // cut.block_n) or (cut.programs > 0 and programs > 1),
                          "EVEN": self.n % cut.block_n == 0 and blocks % cut.blocks == 0}
             options: dict[str, int] = {"warps": cut.warps, "stages": cut.stages}
             if cut.registers:
