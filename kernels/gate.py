@@ -95,7 +95,7 @@ class Cut:
 
 
 # Measured choices: the first entry whose token count is not below T. bench/gpu.py --tune tries CUT_CHOICES.
-CUTS: tuple[tuple[int, Cut], ...] = ((66, Cut(2048, 8, 1)), (2048, Cut(1024, 4, 1, 128)), (1 << 31, Cut(1024, 4)))
+CUTS: tuple[tuple[int, Cut], ...] = ((16, Cut(1024, 8, 1)), (66, Cut(2048, 16, 1)), (1 << 31, Cut(512, 4, 1)))
 CUT_CHOICES: tuple[Cut, ...] = (
     Cut(1024, 4), Cut(1024, 8), Cut(2048, 8), Cut(1024, 4, 2), Cut(1024, 8, 2), Cut(2048, 8, 2), Cut(512, 2, 1), Cut(512, 4, 1),
     Cut(1024, 2, 1), Cut(1024, 4, 1), Cut(1024, 4, 1, 128), Cut(1024, 4, 0, 128),
