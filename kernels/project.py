@@ -227,7 +227,15 @@ class Cut:
     registers: int = 0                                       # a limit on registers per thread, for more programs at a time
 
 
-# Measured choices: the first entry whose token count is not below T. bench/gpu.py --tune tries CUT_CHOICES: tuple[Cut, ...] = (
+# Measured choices (docs/lab-log.md): the first entry whose token count is not below T. bench/gpu.py --tune tries CUT_CHOICES.
+CUTS: tuple[tuple[int, Cut], ...] = (
+    (16, Cut("rows", 128, 4, 16, 4, 3, 1, 396, 168)),
+    (16, Cut("codes", 128, 4, 16, 4, 3)),
+    (32, Cut("rows", 64, 4, 32, 4, 3, 1, 528, 128)),
+    (32, Cut("codes", 64, 4, 32, 4, 4)),
+    (1 << 31, Cut("rows", 128, 4, 64, 4, 3, 1, 264)),
+)
+CUT_CHOICES: tuple[Cut, ...] = (
     Cut("rows", 64, 4, 16, 4, 4), Cut("rows", 64, 4, 16, 4, 4, 1, 528, 128), Cut("rows", 64, 4, 16, 4, 3, 1, 528, 128),
     Cut("rows", 64, 4, 16, 4, 4, 1, 396), Cut("rows", 64, 4, 16, 4, 5, 1, 396), Cut("rows", 64, 4, 16, 4, 6, 1, 396),
     Cut("rows", 64, 4, 16, 4, 3, 1, 660, 96), Cut("rows", 64, 4, 16, 4, 3, 2, 0, 96), Cut("rows", 64, 4, 16, 4, 3, 3, 0, 96),
