@@ -145,6 +145,12 @@ def clear_faults(store):
     store._state.faults[s.FAULT_TIMES] = 0
 
 
+def reading(store):
+    """Whether reads are in the drive (the readers' own count may be that of the batch before)."""
+    stats = store.stats()
+    return stats.pending_pages > 0 and stats.queue_depth > 0
+
+
 def file_number(store, layer, column):
     """Number of a served column's file in the store's arrays."""
     return store.layers.index(layer) * len(store.columns) + store.columns.index(column)
@@ -241,5 +247,5 @@ def check_bundles(made, store, found):
         rows = x[:, None] % geometry.prime_array[index, columns] + geometry.offset_array[index, columns]
         want = expected_rows(made.seed, geometry.layers[index], rows, geometry)
         have = store._state.slab.reshape(-1, store._stride)[slots, :heads * (codes + scales)]
-        np.testing.assert_array_equal(have[:, :heads * codes].reshape(-1, heads, codes), want[:, :, :codes])
-        np.testing.assert_array_equal(have[:, heads * codes:].reshape(-1, heads, scales), want[:, :, codes:])
+        np.testing.assert_array_equal(have[:, :heads * codes].reshape(len(slots), heads, codes), want[:, :, :codes])
+        np.testing.assert_array_equal(have[:, heads * codes:].reshape(len(slots), heads, scales), want[:, :, codes:])

@@ -75,7 +75,8 @@ def test_out_inside_a_larger_tensor(engram, store):
     lambda: torch.empty((10, 12, 65), dtype=torch.uint8), lambda: torch.empty((9, 12, 66), dtype=torch.uint8),
     lambda: torch.empty((10, 12, 66), dtype=torch.int8), lambda: torch.empty((10, 12, 66), dtype=torch.bfloat16),
     lambda: torch.empty((10, 12, 132), dtype=torch.uint8)[:, :, ::2], lambda: torch.empty((10 * 12 * 66,), dtype=torch.uint8),
-    lambda: torch.empty((66, 12, 10), dtype=torch.uint8).permute(2, 1, 0), lambda: torch.empty(1, 1, 66, dtype=torch.uint8).expand(10, 12, 66),
+    lambda: torch.empty((66, 12, 10), dtype=torch.uint8).permute(2, 1, 0),
+    lambda: torch.empty(1, 1, 66, dtype=torch.uint8).expand(10, 12, 66),
     lambda: torch.empty((10, 12, 66), dtype=torch.uint8, device="meta"), lambda: np.empty((10, 12, 66), np.uint8), lambda: 5],
     ids=["dim", "positions", "dtype", "bf16", "strided", "flat", "permuted", "expanded", "meta", "numpy", "number"])
 def test_a_wrong_out_is_refused(engram, store, out):

@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 import pytest
-from made_stores import QUEUES, QUICK, assert_served, check_planner, clear_faults, packed, quiet, set_fault, until
+from made_stores import QUEUES, QUICK, assert_served, check_planner, clear_faults, packed, quiet, reading, set_fault, until
 
 import ssdgram
 from ssdgram import _plan_state as p
@@ -46,12 +46,8 @@ def test_a_plan_begun_again_holds_what_it_met_before(engram, served):
     assert_served(engram, store, batch, tokens)
     assert batch.timing["bundles"] == engram.distinct((tokens, {}))
     for seed in range(10, 15):                               # and they stay while others come and go beside it
-        small = store.prefetch(engram.tokens(1, seed))
-        try:
+        with store.prefetch(engram.tokens(1, seed)) as small, contextlib.suppress(ssdgram.StoreBusyError):
             small.wait(timeout_s=0.05)
-        except ssdgram.StoreBusyError:
-            pass
-        small.release()
     assert_served(engram, store, batch, tokens)
     batch.release()
 
@@ -78,13 +74,13 @@ def test_large_batches_behind_each_other(engram, served):
 
 def test_a_step_takes_the_slots_of_half_a_background_plan(engram, served):
     """A background batch in the middle of its plan gives back what it has; planned to its end, it was there first."""
-    store = served(engram, dram=engram.dram_for(7000))
+    store = served(engram, dram=engram.dram_for(2000))
     gave_back = 0
     for seed in range(12):
-        large, small = sized(engram, store.capacity - 10, 10 + seed), engram.tokens(400, 40 + seed)
+        large, small = sized(engram, store.capacity - 10, 10 + seed), engram.tokens(100, 40 + seed)
         background, step = store.prefetch(large, priority="background"), store.prefetch(small)
         try:
-            step.wait(timeout_s=2)
+            step.wait(timeout_s=0.5)
             gave_back += 1
             assert_served(engram, store, step, small)
             step.release()
@@ -104,17 +100,17 @@ def test_a_release_at_any_moment_is_seen(engram, served):
     store = served(engram, dram=engram.dram_for(150), tuning=dataclasses.replace(QUICK, spin_us=200.0))
     first, second = sized(engram, 80, 1), sized(engram, 80, 2)
     random = np.random.default_rng(0)
-    for _ in range(1500):
+    for _ in range(600):
         holder = store.prefetch(first)
         holder.wait()
         late = store.prefetch(second)
-        end = time.perf_counter() + random.random() * 150e-6
+        end = time.perf_counter() + random.random() * 500e-6
         while time.perf_counter() < end:
             pass
         holder.release()
         late.wait(timeout_s=5)
         late.release()
-    assert store.stats().starved > 100
+    assert store.stats().starved > 20
 
 
 def test_a_starved_batch_can_be_cancelled(engram, served):
@@ -124,7 +120,7 @@ def test_a_starved_batch_can_be_cancelled(engram, served):
     for seed in range(200):
         first, second = store.prefetch(sized(engram, 100, 2)), store.prefetch(engram.tokens(2, seed), priority="background")
         if seed % 3:
-            assert until(lambda: store._plan.words[first._base + p.W_STARVED] != 0)
+            assert until(lambda word=first._base + p.W_STARVED: store._plan.words[word] != 0)
         first.release()
         with second:
             second.wait(timeout_s=5)
@@ -135,9 +131,8 @@ def test_a_wait_that_ends_before_the_plan_began(engram, served):
     """The records of a batch's row are those of the batch before until the planner takes it: no word of them in the message."""
     store = served(engram)
     for turn in range(400):
-        with store.prefetch(engram.tokens(1 + turn % 60, turn)) as batch:
-            with contextlib.suppress(ssdgram.ReadTimeoutError):
-                batch.wait(timeout_s=0)
+        with store.prefetch(engram.tokens(1 + turn % 60, turn)) as batch, contextlib.suppress(ssdgram.ReadTimeoutError):
+            batch.wait(timeout_s=0)
 
 
 def test_no_tokens_behind_a_batch_that_waits_for_slots(engram, served):
@@ -182,7 +177,7 @@ def test_a_later_batch_joins_the_reads_of_an_earlier_one(engram, served, queue):
     stalled_reads(store)
     before = store.stats()
     first = store.prefetch(tokens)
-    assert until(lambda: store.stats().pending_pages > 0 and store.stats().queue_depth > 0)
+    assert until(lambda: reading(store))
     second = store.prefetch(tokens)
     assert until(lambda: sum(store.stats().joins.values()) == engram.distinct((tokens, {})))
     first.release()                                          # drops its interest, not the reads
@@ -199,8 +194,8 @@ def test_a_later_batch_joins_the_reads_of_an_earlier_one(engram, served, queue):
 def test_bundles_of_a_plan_that_another_reserved_are_joined(engram, served):
     """A step meets bundles that a background plan has reserved and not yet begun to read."""
     store = served(engram, dram="16MiB")
-    for seed in range(12):
-        text = engram.tokens(1500, seed)
+    for seed in range(6):
+        text = engram.tokens(1000, seed)
         background = store.prefetch(text, priority="background")
         step = store.prefetch(text[:100])
         with step, background:
@@ -215,7 +210,7 @@ def test_a_step_promotes_the_background_reads_that_it_waits_for(engram, served, 
     text = engram.tokens(1500)
     stalled_reads(store)
     background = store.prefetch(text, priority="background")
-    assert until(lambda: store.stats().pending_pages > 500 and store.stats().queue_depth > 0)
+    assert until(lambda: reading(store) and store.stats().pending_pages > 500)
     step = store.prefetch(text[25:30], lookback=text[:25])   # the first bundles are in the ring, most wait for page records
     assert until(lambda: store.stats().promoted_reads > 0)
     clear_faults(store)
@@ -292,7 +287,7 @@ def test_cancelled_at_random(engram, served, queue):
     random = np.random.default_rng(3)
     texts = [engram.tokens(int(random.integers(1, 30)), seed) for seed in range(60)]
     flying = []
-    for turn in range(3000):
+    for _ in range(2000):
         text = texts[random.integers(60)]
         priority = "background" if random.random() < 0.3 else "step"
         batch = store.prefetch(text, priority=priority)
@@ -300,11 +295,8 @@ def test_cancelled_at_random(engram, served, queue):
         if choice < 0.5:
             batch.release()
         elif choice < 0.7:
-            try:
+            with batch, contextlib.suppress(TimeoutError):
                 batch.wait(timeout_s=random.random() * 1e-3)
-            except TimeoutError:
-                pass
-            batch.release()
         else:
             flying.append((text, batch))
         if len(flying) > 5:
@@ -328,7 +320,7 @@ def test_cancelled_while_its_reads_are_in_the_drive(engram, served):
     tokens = engram.tokens(10)
     stalled_reads(store)
     batch = store.prefetch(tokens)
-    assert until(lambda: store.stats().queue_depth > 0)
+    assert until(lambda: reading(store))
     batch.release()
     assert until(lambda: store.stats().oldest_ticket is None)
     assert store.stats().slots_in_use > 6                    # the reads keep their slots
@@ -431,7 +423,7 @@ def test_a_long_random_life_of_three_threads(engram, served):
             for _ in range(400):
                 life.step()
             life.end()
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:
             failures.append(error)
 
     threads = [threading.Thread(target=live, args=(seed,)) for seed in range(3)]

@@ -90,7 +90,7 @@ def test_a_batch_that_is_too_large(engram, served):
 def test_need_and_have_are_exact(engram, served, owner):
     """One bundle more than there are slots is too large, one less is not."""
     store = served(engram, dram=engram.dram_for(150), owner=owner)
-    count = 1
+    count, last_need = 1, 0
     while True:
         tokens = engram.tokens(count, 4)
         tokens = np.concatenate([tokens[:1], [-1], tokens[1:]])              # a dead position, whose bundles take no slot
@@ -348,7 +348,7 @@ def test_a_damaged_token_map(copy):
     data = bytearray(path.read_bytes())
     data[-8] ^= 1
     path.write_bytes(data)
-    with pytest.raises(ssdgram.FormatError, match="token_map.npy: digest is not the manifest's"):
+    with pytest.raises(ssdgram.FormatError, match=r"token_map\.npy: digest is not the manifest's"):
         copy.open()
 
 
@@ -367,7 +367,7 @@ def test_a_replaced_store_is_noticed(engram, other, copy):
         shutil.rmtree(copy.out)
         shutil.copytree(other.out, copy.out)
         for call in (store.prefetch, store.warm):
-            with pytest.raises(ssdgram.StoreReplacedError, match=r"manifest.json is not the one that this store was opened with .* open it again"):
+            with pytest.raises(ssdgram.StoreReplacedError, match=r"manifest.json is not the one .* opened with .* open it again"):
                 call(tokens)
         assert_served(engram, store, before, tokens)         # what was asked for before is what it was
         before.release()

@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from made_stores import IMPATIENT, QUEUES, QUICK, assert_served, clear_faults, file_number, packed, set_fault, until
+from made_stores import IMPATIENT, QUEUES, QUICK, assert_served, clear_faults, file_number, packed, reading, set_fault, until
 
 import ssdgram
 from ssdgram import _state as s
@@ -110,12 +110,13 @@ def test_a_batch_that_joined_fails_too_and_a_later_one_does_not(engram, served, 
     tokens = engram.tokens(6)
     set_fault(store, s.FAULT_STALL)
     first, joined = store.prefetch(tokens), store.prefetch(tokens)
-    assert until(lambda: store.stats().queue_depth > 0 and sum(store.stats().joins.values()) > 0)
+    assert until(lambda: reading(store) and sum(store.stats().joins.values()) > 0)
     set_fault(store, -errno.EIO)
     for batch in (first, joined):
         with pytest.raises(ssdgram.ReadError):
             batch.wait()
         batch.release()
+    assert until(lambda: store.stats().pending_pages == 0)   # who joins a bundle that failed in part fails with it
     clear_faults(store)
     with store.prefetch(tokens) as batch:
         assert_served(engram, store, batch, tokens)
@@ -171,7 +172,7 @@ def test_failures_and_cancellations_under_pressure(engram, served, queue):
                 else:
                     served_batches += 1
                     assert np.array_equal(found, engram.expected(layer, tokens))
-    assert served_batches > 100 and failed > 50
+    assert served_batches > 100 and failed > 15
 
 
 def test_warming_survives_failures(engram, served, queue):
@@ -201,7 +202,8 @@ def test_a_flipped_bit(engram, copy, queue, place):
     with copy.open(queue=queue) as store:
         with store.prefetch(tokens) as batch:
             assert np.array_equal(packed(batch, 1), engram.expected(1, tokens))
-            with pytest.raises(ssdgram.RowCheckError, match=f"the page is a row whose checksum is wrong: row {victim}; run `ssdgram verify`") as caught:
+            words = f"the page is a row whose checksum is wrong: row {victim}; run `ssdgram verify`"
+            with pytest.raises(ssdgram.RowCheckError, match=words) as caught:
                 batch.packed(14)
             error = caught.value
             assert (error.layer, error.file, error.page, error.rows) == (14, str(column(copy, 14, 5)), page, (victim,))
@@ -226,8 +228,10 @@ def test_a_good_row_beside_a_bad_one_on_the_same_page(wide, tmp_path, queue):
     other = next(u for u in range(3, 200) if pages[u] == pages[t] and rows[u] != rows[t])
     with copy.open(queue=queue) as store:
         pair = [ssdgram.Sequence(tokens[u:u + 1], lookback=tokens[:u]) for u in (t, other)]
-        with store.prefetch(pair) as batch, pytest.raises(ssdgram.RowCheckError) as caught:
-            batch.packed(1)
+        with store.prefetch(pair) as batch:
+            batch.wait(14)
+            with pytest.raises(ssdgram.RowCheckError) as caught:
+                batch.packed(1)
         assert caught.value.rows == (int(rows[t]),) and caught.value.positions == (0,)
         reads = store.stats().reads
         with store.prefetch(pair[1]) as batch:
@@ -259,7 +263,7 @@ def test_a_truncated_file_under_an_open_store(engram, copy, queue):
         os.truncate(path, cut)
         with store.prefetch(tokens) as batch:
             assert np.array_equal(packed(batch, 1), engram.expected(1, tokens))
-            with pytest.raises(ssdgram.ReadError, match="the file ends before this page; it was truncated: restore it or convert again") as caught:
+            with pytest.raises(ssdgram.ReadError, match="the file ends before this page; it was truncated: restore it") as caught:
                 batch.packed(14)
             assert type(caught.value) is ssdgram.ReadError
             assert caught.value.file == str(path) and caught.value.page * 4096 + 4096 > cut
@@ -309,10 +313,11 @@ def test_a_read_that_does_not_come(engram, served, queue):
     tokens = engram.tokens(4)
     set_fault(store, s.FAULT_STALL)
     with store.prefetch(tokens) as batch:
-        assert until(lambda: store.stats().queue_depth > 0)
+        assert until(lambda: reading(store))
         for timeout_s in (0.05, 0.2):
             begin = time.monotonic()
-            with pytest.raises(ssdgram.ReadTimeoutError, match=r"layer 14 of batch 1: \d+ rows have not arrived after .* is the drive answering\?") as caught:
+            words = r"layer 14 of batch 1: \d+ rows have not arrived after .* is the drive answering\?"
+            with pytest.raises(ssdgram.ReadTimeoutError, match=words) as caught:
                 batch.wait(14, timeout_s=timeout_s)
             took = time.monotonic() - begin
             error = caught.value
