@@ -23,7 +23,8 @@ def serve(store, tokens):
     with store.prefetch(tokens) as batch:
         for layer in store.layers:
             ids = store.geometry.row_ids(tokens, store._token_map)[:, store.geometry.layers.index(layer)]
-            assert np.array_equal(batch.packed(layer).numpy()[:, :], expected_rows(SEED, layer, ids, store.geometry)[:, list(store.columns)])
+            rows = expected_rows(SEED, layer, ids, store.geometry)[:, list(store.columns)]
+            assert np.array_equal(batch.packed(layer).numpy(), rows)
 
 
 def misses(store):
