@@ -11,6 +11,7 @@ parent's memory in mid-change. It knows nothing of what the arrays hold.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import mmap
@@ -71,7 +72,13 @@ class Arena:
         of the child may lie there by then, so the object that would do it lives for ever."""
         for mapping in (self._map, self._own):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
-        self._give_up_descriptor()
+        if self.fd >= 0:
+            ours = os.fstat(self.fd)
+            for number in map(int, os.listdir("/proc/self/fd")):             # the mapping has one of its own
+                with contextlib.suppress(OSError):
+                    if os.path.samestat(os.fstat(number), ours):
+                        os.close(number)
+            self.fd = -1
 
     def close(self) -> None:
         """Give the memory back to the system, views of it or not: they read zeros from now on. Nobody writes to it any more."""
