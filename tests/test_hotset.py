@@ -102,3 +102,8 @@ def test_a_hot_set_that_cannot_be_written_does_not_keep_a_store_from_closing(sto
     store = ssdgram.open(store_folder, dram="16MiB", hotset=tmp_path / "no" / "folder")
     store.close()
     assert "was not written" in caplog.text
+
+
+def test_a_header_of_another_file_is_a_typed_error(store_folder, tmp_path):
+    with ssdgram.open(store_folder, dram="16MiB") as store, pytest.raises(ssdgram.HotSetError, match="no hot set"):
+        hotset._checked_header(store, hotset._Layout(store), b"x" * hotset.BLOCK, hotset.BLOCK, tmp_path / "other")
