@@ -10,6 +10,8 @@ import contextlib
 import dataclasses
 import os
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -127,6 +129,13 @@ def assert_served(made, store, batch, tokens, **context):
     for layer in store.layers:
         want = made.expected(layer, tokens, **context)[:, list(store.columns)]
         np.testing.assert_array_equal(packed(batch, layer), want)
+
+
+def run(script, *arguments, command=()):
+    """Run a script in a process of its own, with this folder on its path; `command` goes before the interpreter."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    return subprocess.run([*command, sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=240,
+                          env=environment)
 
 
 # ---------------------------------------------------------------- faults

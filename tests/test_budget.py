@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from made_stores import QUICK
+from made_stores import QUICK, run
 
 import ssdgram
 from ssdgram import _budget as budget
@@ -119,8 +119,6 @@ print(before, opened, resident(), full.slots_free, full.slots)
 
 def test_resident_memory_agrees_with_the_budget(engram):
     """A cache filled to the brim: the process has grown by the budget, and by hardly more."""
-    from test_store_lifetime import run
-
     dram = 24 << 20
     result = run(MEASURE, str(engram.out), str(dram))
     assert result.returncode == 0, result.stderr

@@ -1,14 +1,12 @@
 """The way of the data through the public API: whatever is asked for, the rows are those of the checkpoint, bit by bit."""
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
+import deny_io_uring
 import numpy as np
 import pytest
 from checkpoints import TINY
-from made_stores import QUEUES, assert_served, packed
+from made_stores import QUEUES, assert_served, packed, run
 from vectors import checkpoint_tensors
 
 import ssdgram
@@ -427,10 +425,7 @@ print("served by", store.queue)
 """
 
 
-def test_io_uring_refused(engram, tmp_path):
-    tests = Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), *sys.path])}
-    result = subprocess.run([sys.executable, tests / "deny_io_uring.py", sys.executable, "-c", SMOKE, engram.out],
-                            capture_output=True, text=True, env=environment, timeout=120)
+def test_io_uring_refused(engram):
+    result = run(SMOKE, str(engram.out), command=(sys.executable, deny_io_uring.__file__))
     assert result.returncode == 0, result.stderr
     assert result.stdout == "served by threads\n"

@@ -6,16 +6,14 @@ import logging
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import threading
 import time
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
-from made_stores import IMPATIENT, QUEUES, assert_served, check_planner, clear_faults, packed, quiet, reading, set_fault, until
+from made_stores import IMPATIENT, QUEUES, assert_served, check_planner, clear_faults, packed, quiet, reading, run, set_fault, until
 
 import ssdgram
 from ssdgram._state import FAULT_STALL
@@ -98,23 +96,28 @@ def test_a_released_batch_is_dropped_in_silence(engram, store, recwarn):
     assert not recwarn.list
 
 
-def test_batches_that_the_collector_drops_inside_prefetch(engram, store):
-    """A Batch in a cycle is finalised whenever the collector runs, also while this thread is inside the store's lock."""
-    threshold = gc.get_threshold()
-    gc.set_threshold(1, 1, 1)
+def test_batches_that_the_collector_drops_inside_prefetch(engram, store, monkeypatch):
+    """A Batch in a cycle is finalised whenever the collector runs, also while this very thread is inside the store's lock."""
+    from ssdgram import store as module
+
+    free_row, collected = module.free_row, []
+
+    def collecting(*arguments):
+        collected.append(gc.collect())
+        return free_row(*arguments)
+
+    monkeypatch.setattr(module, "free_row", collecting)
+    gc.disable()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ResourceWarning)
-            for turn in range(300):
-                cycle = [store.prefetch(engram.tokens(5, turn % 7))]
-                cycle.append(cycle)
-                del cycle
+        for seed in range(5):
+            cycle = [store.prefetch(engram.tokens(5, seed))]
+            cycle.append(cycle)
+            del cycle
+            with pytest.warns(ResourceWarning, match="was dropped without release"):
+                store.prefetch(engram.tokens(5)).release()
     finally:
-        gc.set_threshold(*threshold)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)
-        gc.collect()
-    assert quiet(store)
+        gc.enable()
+    assert len(collected) == 10 and quiet(store)
 
 
 def test_an_interrupted_prefetch_leaves_no_claim(engram, store, monkeypatch):
@@ -137,11 +140,15 @@ def test_an_interrupted_prefetch_leaves_no_claim(engram, store, monkeypatch):
     assert quiet(store)
 
     monkeypatch.setattr(module, "submit", lambda *arguments: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):                   # and before it: nobody else's batch is released for it
+    with pytest.raises(KeyboardInterrupt) as caught:         # and before it: the Batch that was never handed over ...
         store.prefetch(engram.tokens(30))
     monkeypatch.undo()
-    with store.prefetch(engram.tokens(30)) as batch:
-        gc.collect()
+    with store.prefetch(engram.tokens(30)) as batch, warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        batch.wait()
+        del caught
+        gc.collect()                                         # ... does not release the one that has its row now
+        assert not until(lambda: store.stats().oldest_ticket is None, 0.2)
         assert_served(engram, store, batch, engram.tokens(30))
 
 
@@ -377,12 +384,6 @@ def test_a_process_that_just_ends(engram, queue, how):
     assert result.returncode == 0, result.stderr
     assert result.stdout == "done\n" and "Traceback" not in result.stderr
     assert time.monotonic() - begin < 40
-
-
-def run(script, *arguments):
-    tests = Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), *sys.path])}
-    return subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=120, env=environment)
 
 
 # ---------------------------------------------------------------- threads
