@@ -39,7 +39,7 @@ lint: $(READY)
 	$(BIN)/python -m mypy
 
 # Compiled code with array bounds checked; such code has its own folder of compiled code.
-BOUNDS := $(wildcard $(addprefix tests/,$(addsuffix .py,test_compiled test_directory test_hash test_overflow test_page test_planner \
+BOUNDS := $(wildcard $(addprefix tests/,$(addsuffix .py,test_compiled test_directory test_hash test_overflow test_page \
 	test_policy test_sketch test_store_bounds)))
 test-bounds: $(READY)
 	NUMBA_BOUNDSCHECK=1 SSDGRAM_CACHE_DIR="$${SSDGRAM_CACHE_DIR:-$(CURDIR)/.bounds-cache}" $(PYTEST) -q -m "not gpu and not slow" $(BOUNDS) $(ARGS)
