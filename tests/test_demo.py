@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from ssdgram import demo
 from ssdgram.cli import main
-from ssdgram.cli.demo import table_of
+from ssdgram.cli.demo import _short, table_of
 from ssdgram.errors import UnavailableError
 
 SMALL = {"vocab_size": 700, "tokens": 512, "chunk": 64, "dram": "64MiB"}
@@ -79,6 +79,11 @@ def test_the_table_says_it_all(outcome):
     for phase in outcome.phases:
         line = next(line for line in text.splitlines() if phase.name in line)
         assert str(phase.reads) in line and "512" in line and "…" not in line
+
+
+@pytest.mark.parametrize(("value", "text"), [(0.7894, "0.79"), (9.994, "9.99"), (9.996, "10.0"), (99.96, "100"), (1234.5, "1234")])
+def test_times_take_four_characters(value, text):
+    assert _short(value) == text
 
 
 def test_the_command_removes_what_it_made_and_fails_on_a_wrong_row(tmp_path, monkeypatch, outcome):

@@ -81,11 +81,16 @@ def table_of(outcome: Outcome) -> Table:
                  "ms a step\np50/p90/p99", "wrong\nrows"):
         table.add_column(name, justify="right")
     for phase in outcome.phases:
-        times = [f"{value:.3g}" for value in np.percentile(phase.wait_ms, (50, 90, 99))]
+        times = [_short(value) for value in np.percentile(phase.wait_ms, (50, 90, 99))]
         hits = ["/".join(_share(phase, tier, order) for order in orders) for tier in tiers]
         table.add_row(phase.name, str(phase.tokens), *hits, str(phase.reads),
                       f"{phase.bytes_read / phase.useful_bytes:.2f}", "/".join(times), str(phase.wrong))
     return table
+
+
+def _short(value: float) -> str:
+    """Four characters, up to 9999."""
+    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"
 
 
 def _share(phase: Phase, tier: str, order: int) -> str:
