@@ -16,6 +16,7 @@ import ctypes
 import math
 import mmap
 import os
+import weakref
 from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
@@ -24,6 +25,9 @@ Spec = tuple[str, np.dtype | type, tuple[int, ...]]
 ALIGNMENT = 4096
 HUGE_PAGE = 2 << 20
 MADV_DONTNEED, MADV_REMOVE, MADV_DONTFORK, MADV_HUGEPAGE = 4, 9, 10, 14
+
+
+_mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
 
 def rounded(size: int, to: int = ALIGNMENT) -> int:
@@ -54,6 +58,7 @@ class Arena:
         except OSError:
             os.close(self.fd)
             raise
+        _mappings.update((self._map, self._own))
         whole, rest = np.frombuffer(self._map, np.uint8), np.frombuffer(self._own, np.uint8)
         rest = rest[-rest.ctypes.data % HUGE_PAGE:]
         self.address = whole.ctypes.data
@@ -68,10 +73,7 @@ class Arena:
         return self._arrays[key]
 
     def forget(self) -> None:
-        """In a forked child: give up the descriptor; the mapping was not inherited. Nor may it be unmapped here: something else
-        of the child may lie there by then, so the object that would do it lives for ever."""
-        for mapping in (self._map, self._own):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
+        """In a forked child: give up the descriptors. The mappings were not inherited (see `_keep_in_child`)."""
         if self.fd >= 0:
             ours = os.fstat(self.fd)
             for number in map(int, os.listdir("/proc/self/fd")):             # the mapping has one of its own
@@ -109,3 +111,13 @@ def _advise(address: int, size: int, advice: int) -> bool:
         return True
     libc = ctypes.CDLL(None, use_errno=True)
     return bool(libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), advice) == 0)
+
+
+def _keep_in_child() -> None:
+    """A mapping that was not inherited must not be unmapped by the child either, now that something of its own may lie there:
+    the objects that would do it, of open stores and of closed ones, live for ever."""
+    for mapping in list(_mappings):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
+
+
+os.register_at_fork(after_in_child=_keep_in_child)

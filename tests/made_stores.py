@@ -37,9 +37,11 @@ IMPATIENT = Tuning(readers=1, depth=16, degraded_after_s=0.2, degraded_wait_s=0.
 def until(condition, timeout_s=10.0):
     """Wait for a condition; whether it came."""
     deadline = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline:
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
         time.sleep(0.001)
-    return condition()
+    return True
 
 
 def descriptors():

@@ -239,6 +239,24 @@ def test_a_step_is_served_during_a_large_background_prefetch(engram, served):
         assert np.array_equal(packed(background, 14), engram.expected(14, text))
 
 
+@pytest.mark.parametrize("queue", QUEUES)
+def test_page_records_are_kept_for_steps(engram, served, queue):
+    """A background batch that has more reads to make than there are records leaves a quarter of them to steps."""
+    store = served(engram, queue=queue, dram="16MiB")
+    stalled_reads(store)
+    records = len(store._state.pages)
+    background = store.prefetch(engram.tokens(1500), priority="background")
+    assert until(lambda: reading(store) and store.stats().pending_pages > records // 2)
+    assert not until(lambda: store.stats().pending_pages > records * 3 // 4, 0.2)
+    step = store.prefetch(engram.tokens(5, 1))
+    assert until(lambda: store._plan.words[step._base + p.W_STAGE] == p.WAITING)
+    assert store.stats().pending_pages > records // 2 + 4 * 20
+    clear_faults(store)
+    with step, background:
+        assert_served(engram, store, step, engram.tokens(5, 1))
+        assert np.array_equal(packed(background, 14), engram.expected(14, engram.tokens(1500)))
+
+
 def test_warm_fills_the_cache_and_holds_no_slots(engram, served):
     store = served(engram, dram=engram.dram_for(3000))
     text = engram.tokens(300)

@@ -6,7 +6,7 @@ import deny_io_uring
 import numpy as np
 import pytest
 from checkpoints import TINY
-from made_stores import QUEUES, assert_served, packed, run
+from made_stores import QUEUES, assert_served, check_planner, packed, run
 from vectors import checkpoint_tensors
 
 import ssdgram
@@ -354,6 +354,20 @@ def test_stripes(striped, served, tmp_path):
 
 
 # ---------------------------------------------------------------- under pressure
+
+
+def test_a_hot_set_leaves_the_bookkeeping_whole(engram, served, tmp_path):
+    """Bundles that came out of a file are bundles like others: found, evicted, the dead ones among them."""
+    text = engram.tokens(60)
+    for turn in range(3):
+        store = served(engram, dram=engram.dram_for(300), hotset=tmp_path / "hot")
+        assert (store.hot_bundles > 100) == (turn > 0)
+        check_planner(store, engram)
+        for seed in range(8):
+            with store.prefetch(np.concatenate([engram.tokens(20, seed), text[:20]])) as batch:
+                assert_served(engram, store, batch, np.concatenate([engram.tokens(20, seed), text[:20]]))
+        check_planner(store, engram)
+        store.close()
 
 
 @pytest.mark.parametrize("queue", QUEUES)
