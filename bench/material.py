@@ -1,7 +1,7 @@
 """What serving is measured on: made-up stores of a wanted size, real text as tokens, random tokens.
 
     folder/checkpoint-V, folder/store-V      made once and kept until `discard`; V = rows of a column, about
-    folder/text-KIND.npz                     a token trace, with the digest of its text
+    folder/text-KIND.trace                    a token trace, with the digest of its text
 
 The geometry is the real one (2 layers, 3 orders, 8 heads, 264-byte rows); only the columns are shorter. It measures nothing.
 """
@@ -18,7 +18,8 @@ import numpy as np
 import ssdgram
 from ssdgram.errors import NoSpaceError
 from ssdgram.tools.text import documents
-from ssdgram.tools.trace import TokenTrace, build
+from ssdgram.tools.trace import Trace
+from ssdgram.tools.trace_build import build
 
 COLUMNS, ROW_BYTES, ROWS_PER_PAGE = 48, 264, 15
 
@@ -68,11 +69,11 @@ def make(material: Material) -> Material:
     return material
 
 
-def text(folder: Path, kind: str, tokenizer: Path, limit: int) -> TokenTrace:
+def text(folder: Path, kind: str, tokenizer: Path, limit: int) -> Trace:
     """`limit` tokens of text that machines have on disk ("code" or "prose"), from `folder` if they were made before."""
-    path = folder / f"text-{kind}.npz"
+    path = folder / f"text-{kind}.trace"
     if path.exists():
-        trace = TokenTrace.load(path)
+        trace = Trace.load(path)
         if len(trace.tokens) >= limit:
             return trace
     trace = build(tokenizer, documents(kind), limit)

@@ -33,7 +33,9 @@ from ssdgram.cache.policy import insert, touch
 from ssdgram.geometry import Geometry
 from ssdgram.token_map import compressed_size, token_map
 from ssdgram.tools.text import documents, from_paths
-from ssdgram.tools.trace import TokenTrace, build, bundles
+from ssdgram.tools.trace import Trace
+from ssdgram.tools.trace_build import build
+from ssdgram.tools.trace_shapes import decode, requests
 
 BASELINES = ("LRU", "S3FIFO", "WTinyLFU", "ARC")
 SIZES = (4096, 16384, 65536, 262144)
@@ -216,14 +218,14 @@ def show(rows: list[dict[str, Any]]) -> None:
         click.echo(f"  {row['bundles']:>8}  {figures}  {row['over_best']:+9.4f}  {'ok' if row['ok'] else 'BELOW THE BAR'}")
 
 
-def texts(chosen: tuple[str, ...], folder: Path, tokenizer: Path, limit: int) -> Iterator[tuple[str, TokenTrace]]:
+def texts(chosen: tuple[str, ...], folder: Path, tokenizer: Path, limit: int) -> Iterator[tuple[str, Trace]]:
     """(name, trace) of the texts asked for; those of this machine are kept in `folder` for the next run."""
     for item in chosen or ("code", "prose"):
         name, _, source = item.partition("=")
-        kept = folder / f"text-{name}.npz"
+        kept = folder / f"text-{name}.trace"
         if source:
             yield name, build(tokenizer, from_paths([Path(source)]), limit)
-        elif kept.exists() and len((trace := TokenTrace.load(kept)).tokens) == limit:
+        elif kept.exists() and len((trace := Trace.load(kept)).tokens) == limit:
             yield name, trace
         else:
             trace = build(tokenizer, documents(name), limit)
@@ -253,7 +255,8 @@ def main(chosen: tuple[str, ...], tokens: int, streams: int, sizes: tuple[int, .
         pace = speed()
         click.echo(f"one hit {pace['hit_ns']:.0f} ns, one insertion {pace['insert_ns']:.0f} ns (500,000 entries, random keys)")
         for name, trace in texts(chosen, place, tokenizer, tokens):
-            x, groups = bundles(trace, geometry, table, streams)
+            asked = requests(decode(trace, streams, geometry.orders), geometry, table)
+            x, groups = asked.x, asked.groups
             click.echo(f"{name}: {len(trace.tokens):,} tokens of {trace.about['documents']}, sha256 "
                        f"{trace.about['text_sha256'][:16]}; {len(x):,} requests by {streams} streams")
             rows = compare(x, groups, sizes or SIZES, place, jobs)

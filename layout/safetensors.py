@@ -43,6 +43,11 @@ class Tensor:
 
 def read_header(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """The tensors of one safetensors file, by name, in the order of their bytes. CheckpointError if anything is off."""
+    return read_whole_header(path)[0]
+
+
+def read_whole_header(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """As `read_header`, and the file's metadata."""
     path = Path(path)
     try:
         with open(path, "rb") as file:
@@ -77,7 +82,7 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         end, previous = tensor.offset + tensor.size, tensor.name
     if end != file_size:
         raise CheckpointError(f"{path}: tensors end at byte {end}, the file at {file_size}")
-    return {tensor.name: tensor for tensor in tensors}
+    return {tensor.name: tensor for tensor in tensors}, metadata
 
 
 def _tensor(path: Path, name: str, entry: Any, data_start: int, data_size: int) -> Tensor:

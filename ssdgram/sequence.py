@@ -62,6 +62,21 @@ class Sequence:
                 self.flat_flags[:kept] = before_part[cut:].view(np.uint8) * PARTICIPATES
         self.flat_flags[:1] |= STARTS
 
+    @classmethod
+    def of_flat(cls, flat_tokens: np.ndarray, flat_flags: np.ndarray) -> Sequence:
+        """Any number of sequences as one, given in the flat form: int32 [N] and uint8 [N], STARTS where each begins.
+
+        No work per token but a copy: for what already has its tokens in that form. Errors name flat positions.
+        """
+        if flat_tokens.dtype != np.int32 or flat_flags.dtype != np.uint8 or flat_tokens.shape != flat_flags.shape or flat_tokens.ndim != 1:
+            raise TokenError(f"the flat form is {flat_tokens.dtype} {list(flat_tokens.shape)}, {flat_flags.dtype} "
+                             f"{list(flat_flags.shape)}: expected int32 [N] and uint8 [N]")
+        made = cls.__new__(cls)
+        made.device_tokens, made.lookback_length, made._wide = None, 0, {}
+        made.flat_tokens, made.flat_flags = flat_tokens.copy(), flat_flags.copy()
+        made._length = int(np.count_nonzero(made.flat_flags & OUTPUT))
+        return made
+
     def __len__(self) -> int:
         return self._length
 

@@ -12,7 +12,7 @@ from ssdgram.bench import cold, facts, footprint, mapped, material, serve, warm
 from ssdgram.cli import main
 from ssdgram.errors import NoSpaceError
 from ssdgram.tools.text import Document
-from ssdgram.tools.trace import build
+from ssdgram.tools.trace_build import build
 
 DRAM = "32MiB"
 

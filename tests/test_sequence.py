@@ -138,3 +138,21 @@ def test_ids_beyond_32_bits_stay_bad_and_keep_their_value():
         sequence = Sequence(array, lookback=array)
         assert [sequence.token_at(k) for k in range(4)] == [0, value, 0, value]
         assert sequence.flat_tokens[1] == sequence.flat_tokens[3] == (2**31 - 1 if value > 0 else -2**31)
+
+
+def test_the_flat_form_goes_in_as_it_came_out():
+    parts = [Sequence([5, 6], lookback=[1, 2, 3]), Sequence([7], participates=[False]), Sequence([8, 9])]
+    tokens, flags, count = flatten(parts, 4)
+    whole = Sequence.of_flat(tokens, flags)
+    again = flatten([whole], 4)
+    assert (again[0] == tokens).all() and (again[1] == flags).all() and again[2] == count == len(whole)
+    tokens[0] = 99
+    assert whole.flat_tokens[0] == 1, "it is a copy"
+
+
+@pytest.mark.parametrize(("tokens", "flags"), [
+    (np.zeros(3, np.int64), np.zeros(3, np.uint8)), (np.zeros(3, np.int32), np.zeros(3, bool)),
+    (np.zeros(3, np.int32), np.zeros(2, np.uint8)), (np.zeros((3, 1), np.int32), np.zeros((3, 1), np.uint8))])
+def test_a_flat_form_of_other_types_is_refused(tokens, flags):
+    with pytest.raises(TokenError, match="the flat form is"):
+        Sequence.of_flat(tokens, flags)

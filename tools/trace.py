@@ -1,160 +1,186 @@
-"""Traces of real text: documents as tokens, the order in which decode streams reach them, and the bundles that this asks for.
+"""Traces: what was asked of a store, as token sequences or as anonymous n-gram keys, in one checked file.
 
-    documents --build--> TokenTrace (tokens, starts) --interleave--> positions step by step --bundles--> (x, group) in order
+    documents ── trace_build ──► Trace ◄── record ── a running store
+                                   │
+                                   └──► trace_shapes: batches, and the bundles that they ask for ──► stats, replay, plan
 
-A TokenTrace is one .npz file: `tokens` int32 [N], `starts` int64 [D+1] (document d is tokens[starts[d]:starts[d+1]]) and
-`about`, a JSON object as bytes: digests of the text and of the tokenizer, how many documents of which source. It does not
-know geometry, streams or caches: those are arguments of what is derived. Nothing in it names a machine or a path.
+A trace is a safetensors file (docs/trace.md has every field): S sequences one behind the other, each with the tokens of
+context that came before it, and, in a recording, which sequences were one batch. It knows no geometry and no cache.
+Invariant: a Trace that was loaded or made by `checked` is consistent, so that compiled code needs no bounds checks on it.
+Nothing in it names a machine or a path.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
-import zipfile
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ssdgram._compiled import compiled
-from ssdgram.errors import FormatError, TokenError
-from ssdgram.geometry import Geometry
-from ssdgram.kernels.hash import OUTPUT, PARTICIPATES, STARTS, check_tokens, ngram_keys
-from ssdgram.tools.text import Document
+from ssdgram.errors import CheckpointError, FormatError
+from ssdgram.geometry import MAX_NGRAM
+from ssdgram.layout.safetensors import read_whole_header
+from ssdgram.layout.strict_json import parse_object
 
-BATCH = 256                                                  # documents tokenised at once
+FORMAT, VERSION = "ssdgram-trace", 1
+NO_PART = -1                                                 # the id of a token that takes no part (an image span)
+_ARRAYS: dict[str, tuple[np.dtype[Any], str, int]] = {
+    "tokens": (np.dtype("<i4"), "I32", 1), "keys": (np.dtype("<i8"), "I64", 2), "starts": (np.dtype("<i8"), "I64", 1),
+    "lookback": (np.dtype("u1"), "U8", 1), "batches": (np.dtype("<i8"), "I64", 1)}
 
 
 @dataclass(frozen=True)
-class TokenTrace:
-    """Tokens int32 [N] of D documents, starts int64 [D+1], and what they were made from."""
+class Trace:
+    """S sequences of N tokens in all, or of N positions' keys; sequence s is [starts[s], starts[s + 1]).
+
+    `tokens` int32 [N], NO_PART where a token takes no part; empty in a trace of keys. `keys` int64 [N, orders], >= 0, or None.
+    `starts` int64 [S + 1]. `lookback` uint8 [S]: tokens of context; in a trace of tokens they are the first of the sequence and
+    ask for nothing, in one of keys they are not there. `batches` int64 [B + 1]: batch b was sequences
+    [batches[b], batches[b + 1]); None where nothing was recorded (documents). `about`: what it was made from, as JSON values.
+    """
 
     tokens: np.ndarray
     starts: np.ndarray
     about: dict[str, Any]
-
-    def save(self, path: Path) -> None:
-        """Write the trace to `path` (.npz), by way of a temporary name."""
-        about = np.frombuffer(json.dumps(self.about, sort_keys=True).encode(), np.uint8)
-        partial = path.with_name(path.name + ".partial")
-        with open(partial, "wb") as file:
-            np.savez(file, tokens=self.tokens, starts=self.starts, about=about)
-        os.replace(partial, path)
+    lookback: np.ndarray
+    batches: np.ndarray | None = None
+    keys: np.ndarray | None = None
 
     @classmethod
-    def load(cls, path: Path) -> TokenTrace:
-        """Read a trace. FormatError if it is not one."""
+    def of_documents(cls, tokens: np.ndarray, starts: np.ndarray, about: dict[str, Any]) -> Trace:
+        """A trace of whole documents: tokens int32 [N], starts int64 [S + 1]. FormatError if they do not fit."""
+        return checked(cls(tokens, starts, about, np.zeros(max(0, len(starts) - 1), np.uint8)), "the trace")
+
+    @property
+    def kind(self) -> str:
+        """"tokens" or "keys"."""
+        return "tokens" if self.keys is None else "keys"
+
+    @property
+    def positions(self) -> int:
+        """Positions that ask for rows: all but the context."""
+        return int(self.starts[-1]) - (int(self.lookback.sum()) if self.keys is None else 0)
+
+    @functools.cached_property
+    def sha256(self) -> str:
+        """Digest of the arrays: what the trace is, whatever it is called."""
+        digest = hashlib.sha256()
+        for name, array in _arrays_of(self).items():
+            digest.update(f"{name} {array.shape}\n".encode())
+            digest.update(array.data)
+        return digest.hexdigest()
+
+    def part(self, first: int, stop: int) -> Trace:
+        """Sequences [first, stop) as a trace of their own; of a recording, batches [first, stop)."""
+        batches = self.batches
+        if batches is not None:
+            batches = batches[first:stop + 1] - batches[first]
+            first, stop = int(self.batches[first]), int(self.batches[stop])  # type: ignore[index]
+        begin, end = int(self.starts[first]), int(self.starts[stop])
+        return Trace(self.tokens[begin:end] if self.keys is None else self.tokens, self.starts[first:stop + 1] - begin,
+                     {**self.about, "part": [first, stop]}, self.lookback[first:stop], batches,
+                     None if self.keys is None else self.keys[begin:end])
+
+    def save(self, path: Path) -> None:
+        """Write the trace to `path`, by way of a temporary name, so that there is a whole file or none."""
+        arrays, end = _arrays_of(self), 0
+        header: dict[str, Any] = {"__metadata__": {"format": FORMAT, "version": str(VERSION), "sha256": self.sha256,
+                                                   "about": json.dumps(self.about, sort_keys=True)}}
+        for name, array in arrays.items():
+            header[name] = {"dtype": _ARRAYS[name][1], "shape": list(array.shape), "data_offsets": [end, end + array.nbytes]}
+            end += array.nbytes
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
         try:
-            with np.load(path, allow_pickle=False) as arrays:
-                tokens, starts, about = arrays["tokens"], arrays["starts"], json.loads(arrays["about"].tobytes())
-        except (KeyError, ValueError, EOFError, zipfile.BadZipFile) as error:
-            raise FormatError(f"{path.name} is not a token trace (an .npz of tokens, starts and about): {error}") from error
-        if tokens.dtype != np.int32 or tokens.ndim != 1 or starts.dtype != np.int64 or starts.ndim != 1 or len(starts) < 1:
-            raise FormatError(f"{path.name}: tokens are {tokens.dtype} {tokens.shape}, starts {starts.dtype} {starts.shape}; "
-                              "a token trace has int32 [N] and int64 [D+1]")
-        if starts[0] != 0 or starts[-1] != len(tokens) or np.any(np.diff(starts) < 0):
-            raise FormatError(f"{path.name}: starts do not run from 0 to {len(tokens)}, never falling: the file is damaged")
-        if not isinstance(about, dict):
-            raise FormatError(f"{path.name}: `about` is no JSON object: the file is damaged")
-        return cls(tokens, starts, about)
+            with open(partial, "wb") as file:
+                file.write(len(text).to_bytes(8, "little") + text)
+                for array in arrays.values():
+                    file.write(array.data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+
+    @classmethod
+    def load(cls, path: Path) -> Trace:
+        """Read a trace. FormatError says what is wrong with a file that is none, or damaged."""
+        path = Path(path)
+        try:
+            tensors, metadata = read_whole_header(path)
+        except CheckpointError as error:
+            raise FormatError(f"{path.name} is no trace: {error}") from error
+        if metadata.get("format") != FORMAT:
+            raise FormatError(f"{path.name} is no trace: its format is {metadata.get('format')!r}, expected {FORMAT!r}")
+        if metadata.get("version") != str(VERSION):
+            raise FormatError(f"{path.name}: version {metadata.get('version')!r} of the trace format; this SSDGram reads {VERSION}")
+        try:
+            about = parse_object(metadata.get("about", "").encode())
+        except ValueError as error:
+            raise FormatError(f"{path.name}: `about` is no JSON object ({error}): the file is damaged") from error
+        arrays = {}
+        with open(path, "rb") as file:
+            for name, tensor in tensors.items():
+                if name not in _ARRAYS or (tensor.dtype, len(tensor.shape)) != _ARRAYS[name][1:]:
+                    raise FormatError(f"{path.name}: {name} is {tensor.dtype} {list(tensor.shape)}, which no trace has")
+                arrays[name] = np.empty(tensor.shape, _ARRAYS[name][0])
+                file.seek(tensor.offset)
+                if file.readinto(arrays[name].reshape(-1).view(np.uint8)) != tensor.size:
+                    raise FormatError(f"{path.name}: {name} ends before its {tensor.size} bytes: the file is truncated")
+        if not {"starts", "lookback"} <= set(arrays) or ("tokens" in arrays) == ("keys" in arrays):
+            raise FormatError(f"{path.name} has {sorted(arrays)}: a trace has starts, lookback, and either tokens or keys")
+        trace = cls(arrays.get("tokens", np.empty(0, np.int32)), arrays["starts"], about, arrays["lookback"], arrays.get("batches"),
+                    arrays.get("keys"))
+        if trace.sha256 != metadata.get("sha256"):
+            raise FormatError(f"{path.name}: sha256 of its arrays is {trace.sha256}, its header says {metadata.get('sha256')!r}: the "
+                              f"file is damaged")
+        return checked(trace, path.name)
 
 
-def build(tokenizer_path: Path, documents: Iterable[Document], limit: int) -> TokenTrace:
-    """Tokenise documents (no special tokens added) until there are `limit` tokens or no more documents.
-
-    The digest of the text is a SHA-256 over name and text of each document that was used, in order.
-    """
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(tokenizer_path))
-    digest, used, total = hashlib.sha256(), Counter[str](), 0
-    pieces: list[np.ndarray] = []
-    waiting: list[Document] = []
-
-    def flush() -> int:
-        added = 0
-        for document, encoding in zip(waiting, tokenizer.encode_batch_fast([d.text for d in waiting], add_special_tokens=False)):
-            if total + added >= limit:
-                break
-            ids = np.array(encoding.ids, np.int32)[: limit - total - added]
-            if len(ids):
-                pieces.append(ids)
-                added += len(ids)
-                used[document.name.split("/")[0]] += 1
-                digest.update(document.name.encode() + b"\0" + document.text.encode() + b"\0")
-        waiting.clear()
-        return added
-
-    for document in documents:
-        waiting.append(document)
-        if len(waiting) == BATCH:
-            total += flush()
-            if total >= limit:
-                break
-    total += flush()
-    starts = np.zeros(len(pieces) + 1, np.int64)
-    np.cumsum([len(piece) for piece in pieces], out=starts[1:])
-    about = {
-        "text_sha256": digest.hexdigest(),
-        "tokenizer_sha256": hashlib.sha256(Path(tokenizer_path).read_bytes()).hexdigest(),
-        "documents": dict(sorted(used.items())),
-        "tokens": int(total),
-    }
-    return TokenTrace(np.concatenate(pieces) if pieces else np.empty(0, np.int32), starts, about)
+def _arrays_of(trace: Trace) -> dict[str, np.ndarray]:
+    """The arrays of a trace's file, in the file's order: the widest first, so that all are aligned."""
+    arrays = {"starts": trace.starts, "batches": trace.batches, "keys": trace.keys,
+              "tokens": trace.tokens if trace.keys is None else None, "lookback": trace.lookback}
+    return {name: np.ascontiguousarray(array, _ARRAYS[name][0]) for name, array in arrays.items() if array is not None}
 
 
-@compiled
-def _interleave(starts, streams, order, step_of):  # type: ignore[no-untyped-def]
-    """Fill `order` (positions in the order of decoding) and `step_of` (the step of each); the number of steps."""
-    cursor = np.zeros(streams, np.int64)
-    end = np.zeros(streams, np.int64)
-    document, count, step = 0, 0, 0
-    while count < order.shape[0]:
-        for stream in range(streams):
-            while cursor[stream] == end[stream] and document < starts.shape[0] - 1:
-                cursor[stream], end[stream] = starts[document], starts[document + 1]
-                document += 1
-            if cursor[stream] < end[stream]:
-                order[count] = cursor[stream]
-                step_of[count] = step
-                cursor[stream] += 1
-                count += 1
-        step += 1
-    return step
+def checked(trace: Trace, name: str) -> Trace:
+    """`trace`, if its arrays fit each other; FormatError naming `name` otherwise."""
+    for field, array in _arrays_of(trace).items():
+        wanted, _, dimensions = _ARRAYS[field]
+        given = getattr(trace, field)
+        if given.dtype != wanted or given.ndim != dimensions:
+            raise FormatError(f"{name}: {field} are {given.dtype} {list(array.shape)}: expected {wanted} of {dimensions} dimensions")
+    starts, lookback, batches, keys = trace.starts, trace.lookback, trace.batches, trace.keys
+    count = len(trace.tokens) if keys is None else len(keys)
+    if not _ascends(starts, count):
+        raise FormatError(f"{name}: starts do not run from 0 to {count}, never falling: the file is damaged")
+    if len(lookback) != len(starts) - 1:
+        raise FormatError(f"{name}: {len(lookback)} lookbacks of {len(starts) - 1} sequences: the file is damaged")
+    if len(lookback) and int(lookback.max()) >= MAX_NGRAM:
+        raise FormatError(f"{name}: {int(lookback.max())} tokens of lookback: expected at most {MAX_NGRAM - 1}")
+    if batches is not None and not _ascends(batches, len(lookback)):
+        raise FormatError(f"{name}: batches do not run from 0 to {len(lookback)}, never falling: the file is damaged")
+    if keys is None:
+        if np.any(np.diff(starts) < lookback):
+            raise FormatError(f"{name}: a sequence that is shorter than its lookback: the file is damaged")
+        if count and int(trace.tokens.min()) < NO_PART:
+            raise FormatError(f"{name}: token id {int(trace.tokens.min())}: expected {NO_PART} (takes no part) or more")
+    else:
+        if not 0 < keys.shape[1] < MAX_NGRAM:
+            raise FormatError(f"{name}: keys of {keys.shape[1]} orders: expected 1 .. {MAX_NGRAM - 1}")
+        if count and int(keys.min()) < 0:
+            raise FormatError(f"{name}: a negative key: the file is damaged")
+    return trace
 
 
-def interleave(trace: TokenTrace, streams: int = 64) -> tuple[np.ndarray, np.ndarray]:
-    """The order in which `streams` decode streams reach the tokens: (positions int64 [N], step of each int64 [N]).
-
-    Each step takes one token of every stream; a stream whose document ended goes on with the next document that nobody took.
-    """
-    order, step_of = np.empty(len(trace.tokens), np.int64), np.empty(len(trace.tokens), np.int64)
-    _interleave(trace.starts, streams, order, step_of)
-    return order, step_of
-
-
-def bundles(trace: TokenTrace, geometry: Geometry, token_map: np.ndarray | None, streams: int = 64,
-            layers: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """The bundles asked for in the order of decoding: x int64 and group uint8, each [N x layers x orders].
-
-    Of the first `layers` layers only: what happens to one layer's bundles in a cache happens to all, so one is enough for
-    hit rates. `token_map` as in `Geometry.keys`. TokenError if the trace has ids that the geometry does not.
-    """
-    table = geometry.checked_map(token_map)
-    flags = np.full(len(trace.tokens), PARTICIPATES | OUTPUT, np.uint8)
-    flags[trace.starts[:-1][np.diff(trace.starts) > 0]] |= STARTS
-    bad = check_tokens(trace.tokens, flags, geometry.vocabulary(table))
-    if bad >= 0:
-        raise TokenError(f"token {bad} of the trace is {trace.tokens[bad]}: expected 0 .. {geometry.vocabulary(table) - 1}; "
-                         "the trace was made with another tokenizer")
-    keys = np.empty((len(trace.tokens), len(geometry.layers), geometry.orders), np.int64)
-    ngram_keys(trace.tokens, flags, 0, len(trace.tokens), table, geometry.multiplier_array, geometry.rule, geometry.fill(table),
-               keys)
-    order, _ = interleave(trace, streams)
-    groups = np.tile(np.arange(layers * geometry.orders, dtype=np.uint8), len(order))
-    return keys[order, :layers].reshape(-1), groups
+def _ascends(bounds: np.ndarray, last: int) -> bool:
+    """Whether `bounds` run from 0 to `last` without ever falling."""
+    return len(bounds) > 0 and bounds[0] == 0 and bounds[-1] == last and not np.any(bounds[1:] < bounds[:-1])
