@@ -7,7 +7,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-quick test-bounds test-denied test-gpu lint wheel clean
+.PHONY: help demo test test-quick test-bounds test-denied test-rules test-gpu lint wheel clean
 
 # The first Python that runs and is new enough; `make PYTHON=...` overrules.
 PYTHON ?= $(shell for candidate in python3 python3.13 python3.12 python3.11; do \
@@ -50,6 +50,11 @@ DENIED := $(addprefix tests/,$(addsuffix .py,test_batch test_convert test_hotset
 test-denied: $(READY)
 	$(BIN)/python tests/deny_io_uring.py $(PYTEST) -q -m "not gpu and not slow" $(DENIED) $(ARGS)
 
+# Every rule of tests/rules/table.py taken out in turn: some test must miss it. Compiles a changed planner a dozen times: about 15
+# minutes, and not part of CI, which only checks that the table fits the sources (tests/test_rules.py).
+test-rules: $(READY)
+	$(BIN)/python tests/rules/remove.py $(ARGS)
+
 test-gpu: $(READY)
 	$(PYTEST) -q -m gpu $(ARGS)
 
@@ -57,5 +62,5 @@ wheel: $(READY)
 	$(BIN)/python -m build --wheel --sdist --no-isolation --outdir dist .
 
 clean:
-	rm -rf build dist .bounds-cache .mypy_cache .ruff_cache .pytest_cache *.egg-info
+	rm -rf build dist .bounds-cache .rules-cache .mypy_cache .ruff_cache .pytest_cache *.egg-info
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

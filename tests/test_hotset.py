@@ -83,8 +83,13 @@ def test_a_damaged_file_is_passed_over(store_folder, written, damage):
 def test_other_columns_or_another_store_are_passed_over(store_folder, written, tmp_path):
     path, tokens, _ = written
     with ssdgram.open(store_folder, dram="16MiB", columns=range(12), hotset=path) as store:
-        assert store.hot_bundles == 0
+        assert store.hot_bundles == 0 and any("written by another store" in notice for notice in store.notices)
         serve(store, tokens)
+    tokenizer = __file__.rpartition("/")[0] + "/golden/tiny_tokenizer.json"
+    ssdgram.synthesize(tmp_path / "ckpt", vocab_size=2000, layers=(1, 3), seed=SEED + 1, tokenizer=tokenizer)
+    ssdgram.convert(tmp_path / "ckpt", tmp_path / "out")
+    with ssdgram.open(tmp_path / "out", dram="16MiB", hotset=path) as store:     # the same geometry, other rows
+        assert store.hot_bundles == 0 and any("written by another store" in notice for notice in store.notices)
 
 
 def test_entries_twice_in_the_file_take_one_slot(store_folder, written):

@@ -122,6 +122,23 @@ def test_a_batch_that_joined_fails_too_and_a_later_one_does_not(engram, served, 
         assert_served(engram, store, batch, tokens)
 
 
+def test_what_failed_is_read_anew_while_the_failed_batch_is_kept(engram, served, queue):
+    """A later batch does not meet the failed slots, though they are in use until the failed batch is released."""
+    store = served(engram, queue=queue)
+    tokens = engram.tokens(6)
+    set_fault(store, -errno.EIO, file=file_number(store, 14, 7))
+    failed = store.prefetch(tokens)
+    with pytest.raises(ssdgram.ReadError):
+        failed.wait(14)
+    clear_faults(store)
+    with store.prefetch(tokens) as batch:
+        assert_served(engram, store, batch, tokens)
+        with pytest.raises(ssdgram.ReadError):
+            failed.packed(14)
+        failed.release()
+        assert_served(engram, store, batch, tokens)
+
+
 def test_nothing_of_another_batch_is_seen(engram, served, queue):
     """A failed read leaves the given `out` as it was, and slots that held other rows are not handed out."""
     store = served(engram, queue=queue, dram=engram.dram_for(100))

@@ -1,5 +1,7 @@
 """The store on a CUDA device: every tier and mix of tiers bit for bit, tickets, tokens from the GPU. Skipped without a GPU."""
 
+import time
+
 import numpy as np
 import pytest
 
@@ -98,7 +100,6 @@ def test_slots_are_not_given_back_before_the_gpu_has_read_them(built):
             result = batch.packed(1)
             row = batch._row
             batch.release()
-        import time
         time.sleep(0.05)
         assert store._plan.words[row * store._line + p.W_STAGE] == p.UNWINDING
         stream.synchronize()
@@ -107,6 +108,44 @@ def test_slots_are_not_given_back_before_the_gpu_has_read_them(built):
             time.sleep(0.001)
         assert store._plan.words[row * store._line + p.W_STAGE] == p.FREE_BATCH
         assert np.array_equal(result.cpu().numpy(), wanted(store, np.arange(64), 1))
+
+
+def test_one_batchs_gathers_on_two_streams_end_in_order(built):
+    """The word counts launches: the second one's must not arrive before the first one's."""
+    with ssdgram.open(built, dram="24MiB", device="cuda") as store:
+        first, second = torch.cuda.Stream(), torch.cuda.Stream()
+        batch = store.prefetch(np.arange(64))
+        batch.wait()
+        with torch.cuda.stream(first):
+            torch.cuda._sleep(400_000_000)
+            results = [batch.packed(1)]
+        with torch.cuda.stream(second):
+            results.append(batch.packed(1))
+        row = batch._row
+        batch.release()
+        time.sleep(0.05)
+        assert not first.query() and store._plan.words[row * store._line + p.W_STAGE] == p.UNWINDING
+        torch.cuda.synchronize()
+        for result in results:
+            assert np.array_equal(result.cpu().numpy(), wanted(store, np.arange(64), 1))
+
+
+def test_a_step_waits_for_no_stream(built):
+    """Hazard 6: torch raises at any operation that would synchronise."""
+    with ssdgram.open(built, dram="24MiB", hbm="1MiB", device="cuda") as store:
+        tokens = torch.arange(50, device="cuda")
+        for layer in store.layers:                           # what is made once is made
+            with store.prefetch(tokens) as batch:
+                batch.rows(layer)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(3):
+                with store.prefetch(tokens) as batch:
+                    found = {layer: batch.packed(layer) for layer in store.layers}
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        for layer, rows in found.items():
+            assert np.array_equal(rows.cpu().numpy(), wanted(store, np.arange(50), layer))
 
 
 def test_ten_million_rows_under_eviction_promotion_and_cancellation_on_two_streams(built):
