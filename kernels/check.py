@@ -44,6 +44,23 @@ def xor(a, b):  # type: ignore[no-untyped-def]
     return a ^ b
 
 
+@triton.jit
+def prefix_bytes(generation, place, row, byte):  # type: ignore[no-untyped-def]
+    """int32 [rows, bytes]: the bytes before the rows' own, where byte < 24: generation, place (layer and column << 32), row."""
+    word = tl.where((byte < 8)[None, :], generation, tl.where((byte < 16)[None, :], place[:, None], row[:, None]))
+    return ((word >> ((byte % 8) * 8).to(tl.int64)[None, :]) & 0xFF).to(tl.int32)
+
+
+@triton.jit
+def crc_of(value, byte, constants, LENGTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """int32 [rows]: what the messages in `value` (int32 [rows, bytes], LENGTH bytes each) add to the CRC of zeros."""
+    state = value * 0
+    for bit in tl.static_range(8):
+        constant = tl.load(constants + bit * LENGTH + byte, mask=byte < LENGTH, other=0)
+        state = state ^ (constant[None, :] & -((value >> bit) & 1))
+    return tl.reduce(state, 1, xor)
+
+
 @triton.jit(do_not_specialize=["bundles", "generation", "layer", "zeros"],
             do_not_specialize_on_alignment=["addresses", "columns", "rows", "checks", "results", "found"])
 def check_kernel(addresses, columns, rows, checks, constants, results, found,  # type: ignore[no-untyped-def]
@@ -60,12 +77,7 @@ def check_kernel(addresses, columns, rows, checks, constants, results, found,  #
     column = tl.load(columns + bundle * HEADS + head, mask=used, other=0).to(tl.int64)
     row = tl.load(rows + bundle * HEADS + head, mask=used, other=0)
     byte = tl.arange(0, BYTES_P2)
-    # prefix: three 64-bit words
-    word = tl.where(byte < 8, generation, 0) + tl.zeros([HEADS_P2, 1], tl.int64)
-    place = (layer.to(tl.int64) & 0xFFFFFFFF) + (column << 32)
-    word = tl.where((byte >= 8)[None, :] & (byte < 16)[None, :], place[:, None], word)
-    word = tl.where((byte >= 16)[None, :] & (byte < 24)[None, :], row[:, None], word)
-    prefix = ((word >> ((byte % 8) * 8).to(tl.int64)[None, :]) & 0xFF).to(tl.int32)
+    prefix = prefix_bytes(generation, (layer.to(tl.int64) & 0xFFFFFFFF) + (column << 32), row, byte)
     code = byte - 24
     scale = code - CODE_BYTES
     offset = tl.where((scale >= 0)[None, :], HEADS * CODE_BYTES + head[:, None] * SCALE_BYTES + scale[None, :],
@@ -74,11 +86,7 @@ def check_kernel(addresses, columns, rows, checks, constants, results, found,  #
     body = (code >= 0) & (byte < LENGTH)
     value = tl.load(pointer, mask=there[:, None] & body[None, :], other=0).to(tl.int32)
     value = tl.where((code < 0)[None, :], prefix, value)
-    state = tl.zeros([HEADS_P2, BYTES_P2], tl.int32)
-    for bit in tl.static_range(8):
-        constant = tl.load(constants + bit * LENGTH + byte, mask=byte < LENGTH, other=0)
-        state = state ^ (constant[None, :] & -((value >> bit) & 1))
-    crc = tl.reduce(state, 1, xor) ^ zeros
+    crc = crc_of(value, byte, constants, LENGTH) ^ zeros
     expected = tl.load(checks + bundle * HEADS + head, mask=used, other=0)
     wrong = tl.where(used & ((crc != expected) | ~there), 1 << head, 0)
     tl.store(results + bundle, tl.sum(wrong, 0))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ssdgram._compiled import compiled, copy_bytes, crc32c_update, crc32c_word, load_u32
 from ssdgram.errors import ConfigError
 from ssdgram.kernels.dequant import E4M3, E8M0, bf16_bits, value_table
 from ssdgram.kernels.gather_cpu import expand_rows, row_format
@@ -219,3 +220,19 @@ def ple_fuse(x: torch.Tensor, rows: torch.Tensor, weights: PleWeights, *, stream
     history = torch.cat([before, z])
     mixed = sum((history[tap * dilation:tap * dilation + count] * w.conv[:, 0, tap] for tap in range(taps)), torch.zeros_like(z))
     return update + torch.nn.functional.silu(mixed), history[len(history) - span:]
+
+
+# ---------------------------------------------------------------- delivery (design section 4, row check)
+
+
+@compiled
+def deliver(jobs, count, generation, code_bytes, scale_bytes, results):  # type: ignore[no-untyped-def]
+    """What `kernels.deliver` does, on host addresses: jobs int64 [n, 8] -> results int32 [n], rows that are right copied. Compiled."""
+    for k in range(count):
+        codes, scales = jobs[k, 0], jobs[k, 1]
+        state = crc32c_word(crc32c_word(crc32c_word(np.uint32(0xFFFFFFFF), generation), jobs[k, 3]), jobs[k, 4])
+        state = crc32c_update(crc32c_update(state, codes, code_bytes), scales, scale_bytes) ^ np.uint32(0xFFFFFFFF)
+        results[k] = state != load_u32(jobs[k, 2])
+        if results[k] == 0:
+            copy_bytes(jobs[k, 5], codes, code_bytes)
+            copy_bytes(jobs[k, 6], scales, scale_bytes)

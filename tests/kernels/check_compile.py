@@ -7,6 +7,7 @@ import torch
 from where import INTERPRETED
 
 from ssdgram.kernels.check import Check
+from ssdgram.kernels.deliver import Deliver
 from ssdgram.kernels.gate import CUTS as GATE_CUTS
 from ssdgram.kernels.gate import Gate
 from ssdgram.kernels.gather import ADDRESSES, SLOTS, TILES, Bundles, Gather, mark_launch
@@ -54,6 +55,7 @@ def test_the_others():
     compiled(mark_launch(2))
     assert re.search(r"st\.global[.\w:]*\.v4\.b32", compiled(Promote(2112).launch))
     compiled(Check(8, 256, 8, generation=1, layer=1, device="cpu").launch())
+    compiled(Deliver(256, 8, generation=1, device="cpu").launch)
     constants = torch.ones(2, 24)
     hasher = Hash(torch.ones(2, 4), constants, constants, token_map=range(9), fill=2, vocabulary=9, device="cpu")
     compiled(hasher.launch(True, True))
