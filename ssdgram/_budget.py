@@ -9,6 +9,7 @@ arrays that is measured here is what the arena then allocates.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,6 +59,7 @@ class Shape:
     depth: int
     batches: int
     hbm_slots: int = 0
+    slab_slots: int | None = None                            # slots of a slab in GPU memory; None: in DRAM, as many as the budget pays for
 
     @property
     def groups(self) -> int:
@@ -87,6 +89,7 @@ def _power_of_two(value: int) -> int:
 
 def _specs(shape: Shape, slots: int, sets: int, pages: int, depth: int) -> tuple[Spec, ...]:
     groups, readers = shape.groups, shape.readers
+    slab = slots if shape.slab_slots is None else 1          # what lies in GPU memory is not paid for here
     return (
         ("control", np.int64, (s.control_words(readers),)),
         ("words", np.int32, (s.futex_words(readers),)),
@@ -127,7 +130,7 @@ def _specs(shape: Shape, slots: int, sets: int, pages: int, depth: int) -> tuple
         ("keys", np.int64, (SLICE * groups,)),
         ("found", np.int64, (BLOCK * groups,)),
         ("sets", np.int64, (BLOCK * groups,)),
-        ("slab", np.uint8, (slots * shape.stride,)),
+        ("slab", np.uint8, (slab * shape.stride,)),
     )
 
 
@@ -144,6 +147,8 @@ def sizes(budget: int, shape: Shape) -> Sizes:
         return Sizes(slots, sets, pages, depth, _specs(shape, slots, sets, pages, depth))
 
     least = shape.groups + MIN_FREE_SLOTS
+    if shape.slab_slots is not None:
+        return _around_slab(budget, shape, least, with_slots)
     if with_slots(least).total > budget:
         need = rounded(with_slots(least).total, 1 << 20)
         raise BudgetError(f"dram is {budget} bytes: the tables of this store need at least {need} bytes ({need >> 20} MiB)")
@@ -155,3 +160,17 @@ def sizes(budget: int, shape: Shape) -> Sizes:
         else:
             high = middle
     return with_slots(low)
+
+
+def _around_slab(budget: int, shape: Shape, least: int, with_slots: Callable[[int], Sizes]) -> Sizes:
+    """Sizes for a slab in GPU memory, whose slots are given: its tables have to fit into the DRAM budget."""
+    slots = min(shape.slab_slots or 0, MOST_SLOTS)
+    if slots < least:
+        raise BudgetError(f"hbm pays for {slots} bundles: this store needs at least {least} there, {least * shape.stride} bytes beside the "
+                          f"staging of queue 'gds'")
+    found = with_slots(slots)
+    if found.total > budget:
+        need = rounded(found.total, 1 << 20)
+        raise BudgetError(f"dram is {budget} bytes: the tables of {slots} bundles in GPU memory need at least {need} bytes; give more, or "
+                          f"lower hbm=")
+    return found

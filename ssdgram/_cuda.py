@@ -98,15 +98,19 @@ class PinnedPool:
 
 
 class CudaSide:
-    """What a store on a CUDA device has besides the arrays."""
+    """What a store on a CUDA device has besides the arrays. `slab_slots`: the slab lies in its memory (None: in DRAM)."""
 
-    def __init__(self, store: Store, device: torch.device, hbm_slots: int) -> None:
+    def __init__(self, store: Store, device: torch.device, hbm_slots: int, slab_slots: int | None = None) -> None:
         self.device = device
         plan, state = store._plan, store._state
         layers, rows = len(store.layers), len(plan.batches)
         with torch.cuda.device(device):
             self._registration = Registration(store._arena.address, store._arena.size)
+            self.slab_memory: torch.Tensor | None = None     # [slots, stride], if the slab lies in HBM (queue gds)
             self.slab = device_address(state.slab.ctypes.data)
+            if slab_slots is not None:
+                self.slab_memory = torch.zeros((len(plan.slots), store._stride), dtype=torch.uint8, device=device)
+                self.slab = self.slab_memory.data_ptr()
             self.hbm = torch.empty(hbm_slots * store._stride, dtype=torch.uint8, device=device)
             self._hbm_base = self.hbm.data_ptr()
             self.counters = torch.zeros(rows * layers + 1, dtype=torch.int32, device=device)
@@ -244,6 +248,7 @@ class CudaSide:
         torch.cuda.synchronize(self.device)
         self._registration.release()
         self.hbm = self.counters = None  # type: ignore[assignment]
+        self.slab_memory = None
 
 
 def device_address(address: int) -> int:

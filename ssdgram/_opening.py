@@ -138,11 +138,11 @@ def gather_groups(selection: Selection) -> np.ndarray:
 
 
 def shape_of(geometry: Geometry, selection: Selection, vocabulary: int, readers: int, depth: int, batches: int,
-             hbm_slots: int = 0) -> Shape:
+             hbm_slots: int = 0, slab_slots: int | None = None) -> Shape:
     """What the budget is divided by."""
     return Shape(layers=len(selection.layers), orders=geometry.orders, files=len(selection.layers) * len(selection.columns),
                  vocabulary=vocabulary, stride=slot_stride(geometry, selection), heads=max(selection.heads), readers=readers,
-                 depth=depth, batches=batches, hbm_slots=hbm_slots)
+                 depth=depth, batches=batches, hbm_slots=hbm_slots, slab_slots=slab_slots)
 
 
 def lay_out(arena: Arena, sizes: Sizes, shape: Shape) -> tuple[State, Plan]:

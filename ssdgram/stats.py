@@ -66,6 +66,8 @@ class Stats:
     planner_busy_s: float
     longest_slice_us: float
     budgets: dict[str, tuple[int, int]] = field(default_factory=dict)   # tier: (bytes in use, bytes allowed)
+    gds_mode: str = ""                                       # queue gds: the path that cuFile's own counters prove (docs/gds.md)
+    gds_counters: dict[str, int] = field(default_factory=dict)          # and those: batch submissions by path since open
     notices: tuple[str, ...] = ()
 
     @property
@@ -76,8 +78,8 @@ class Stats:
         return found / total if total else float("nan")
 
 
-def _hits_by_tier(all_hits: dict[int, int], hbm_hits: dict[int, int], has_hbm: bool) -> dict[tuple[str, int], int]:
-    hits = {("dram", order): count - hbm_hits[order] for order, count in all_hits.items()}
+def _hits_by_tier(all_hits: dict[int, int], hbm_hits: dict[int, int], has_hbm: bool, slab: str) -> dict[tuple[str, int], int]:
+    hits = {(slab, order): count - hbm_hits[order] for order, count in all_hits.items()}
     if has_hbm:
         hits |= {("hbm", order): count for order, count in hbm_hits.items()}
     return hits
@@ -109,7 +111,8 @@ def snapshot(store: Store) -> Stats:
         state=p.STATE_NAMES[int(plan.control[p.C_STATE])], queue=store.queue, batches=int(counted[p.S_BATCHES]) - 1,
         tokens=int(counted[p.S_TOKENS]), reads=reads, retries=over_readers(s.R_RETRIES), read_errors=over_readers(s.R_ERRORS),
         bytes_read=reads * 4096, bytes_served=store._served_bytes,
-        hits=_hits_by_tier(by_order(p.S_HITS), by_order(p.S_HBM_HITS), len(plan.hbm) > 0),
+        hits=_hits_by_tier(by_order(p.S_HITS), by_order(p.S_HBM_HITS), len(plan.hbm) > 0,
+                           "dram" if store._gds is None else "hbm"),
         joins=by_order(p.S_JOINS), misses=by_order(p.S_MISSES), repeats=by_order(p.S_REPEATS),
         merged_rows=int(counted[p.S_MERGED]), evictions=int(counted[p.S_EVICTIONS]) + int(counted[p.S_RECLAIMS]),
         failed_rows=int(counted[p.S_FAILED_ROWS]), starved=int(counted[p.S_STARVED]), cancelled=int(counted[p.S_CANCELLED]),
@@ -121,4 +124,5 @@ def snapshot(store: Store) -> Stats:
         oldest_read_age_s=(now - oldest_read) / 1e9 if oldest_read else 0.0,
         degraded=int(counted[p.S_DEGRADED]), slots=slots, slots_free=free, slots_idle=idle, slots_in_use=slots - free - idle,
         planner_busy_s=int(counted[p.S_BUSY_NS]) / 1e9, longest_slice_us=int(counted[p.S_LONGEST_NS]) / 1e3,
-        budgets=store._budgets(slots - free), notices=tuple(store.notices))
+        budgets=store._budgets(slots - free), gds_mode="" if store._gds is None else store._gds.mode,
+        gds_counters={} if store._gds is None else store._gds.counters(), notices=tuple(store.notices))

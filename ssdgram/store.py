@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ssdgram import _opening, machine, queues
+from ssdgram import _gds, _opening, machine, queues
 from ssdgram import _plan_state as p
 from ssdgram import _state as s
 from ssdgram._arena import Arena
@@ -46,7 +46,6 @@ from ssdgram.errors import (
     StoreBusyError,
     StoreClosedError,
     StoreReplacedError,
-    UnavailableError,
 )
 from ssdgram.hotset import load as load_hotset
 from ssdgram.hotset import save as save_hotset
@@ -54,6 +53,7 @@ from ssdgram.kernels.gather_cpu import RowFormat, row_format
 from ssdgram.kernels.hash import ngram_keys
 from ssdgram.layout.files import load_token_map, resolve
 from ssdgram.layout.manifest import MANIFEST, Manifest, identity
+from ssdgram.layout.page import PAGE_BYTES
 from ssdgram.sequence import Sequence, check_ids, flatten
 from ssdgram.stats import WAIT_BUCKETS, Stats, snapshot
 
@@ -63,7 +63,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ssdgram")
 PRIORITIES = {"step": s.STEP, "background": s.BACKGROUND}
-QUEUES = ("auto", "uring", "threads", "gds")
 WARM_WINDOW = 512                                            # flat tokens that `warm` plans at a time
 ROW_WAIT_S = 5.0                                             # how long `prefetch` waits for a batch that is being released
 _open_stores: weakref.WeakSet[Store] = weakref.WeakSet()
@@ -106,8 +105,9 @@ def open(out: str | os.PathLike[str], dram: str | int = "1GiB", hbm: str | int =
     """Open the store that `ssdgram convert` made in folder `out`.
 
     `dram`, `hbm`: bytes, or "512MiB", "1.5GiB": hard budgets, tables and staging included. `device`: "cpu" or a CUDA device.
-    `queue`: "auto", "uring", "threads" or "gds". `layers`: decoder layers to serve; `columns`: ascending column numbers; `owner` =
-    (rank, world): serve only the bundles whose hash falls to this rank, zeros elsewhere. `stripes`: where the roots are now.
+    `queue`: "auto", "uring", "threads" or "gds" (GPUDirect Storage: the bundles then lie in `hbm`, and `dram` pays for tables only).
+    `layers`: decoder layers to serve; `columns`: ascending column numbers; `owner` = (rank, world): serve only the bundles whose
+    hash falls to this rank, zeros elsewhere. `stripes`: where the roots are now.
     `hotset`: a file outside `out`, read now if it is there and of this store, written at close: the cache starts with it.
     Raises ManifestError, FormatError, IdentityError, BudgetError, ConfigError, UnavailableError.
     """
@@ -137,6 +137,7 @@ class Store:
         self._tickets = 0
         self._hotset, self.hot_bundles, self.hotset_load_s = hotset, 0, 0.0
         self._cuda: CudaSide | None = None
+        self._gds: _gds.Port | None = None
         self._row_formats: dict[int, RowFormat] = {}
         self._alive: dict[int, Any] = {}                     # row -> what its addresses point into
         self._leaving: set[int] = set()                      # rows handed back, or of `warm`: free as soon as the planner is done
@@ -156,30 +157,34 @@ class Store:
 
     def _start(self, budget: int, hbm_budget: int, queue_name: str) -> None:
         tuning = self.tuning
+        if queue_name not in queues.NAMES:
+            raise ConfigError(f"queue={queue_name!r}: expected one of {list(queues.NAMES)}")
         device = None
+        if queue_name == "gds":
+            self._gds = _gds.open_port(self.device)
         if self.device != "cpu":
             from ssdgram import _cuda
 
             device = _cuda.checked_device(self.device)
-        elif hbm_budget > 0:
+        elif hbm_budget > 0 and self._gds is None:
             raise ConfigError(f"hbm={hbm_budget} bytes with device='cpu': an HBM tier needs a CUDA device")
-        hbm_slots = hbm_budget // _opening.slot_stride(self.geometry, self._selection)
         files = _opening.file_records(self.manifest, self._selection, self._pairs)
         _opening.check_first_pages(self.manifest, files, self._paths)
-        if queue_name not in QUEUES:
-            raise ConfigError(f"queue={queue_name!r}: expected one of {list(QUEUES)}")
-        if queue_name not in queues.NAMES:
-            raise UnavailableError(f"queue={queue_name!r} is not in this version: open with one of {list(queues.NAMES)}")
         chosen, _ = queues.resolve(queue_name)
         readers = tuning.readers or queues.default_readers(chosen)
         depth = tuning.depth or queues.default_depth(chosen)
+        stride = _opening.slot_stride(self.geometry, self._selection)
+        hbm_slots, slab_slots = hbm_budget // stride, None
+        if self._gds is not None:                            # the slab itself lies in GPU memory, so no tier of copies does
+            hbm_slots, slab_slots = 0, max(0, hbm_budget - readers * depth * PAGE_BYTES) // stride
         shape = _opening.shape_of(self.geometry, self._selection, len(self._token_map), readers, depth, tuning.batches,
-                                  hbm_slots)
+                                  hbm_slots, slab_slots)
         self._sizes = sizes(budget, shape)
         there = min(count for count in (machine.memory()[0], machine.memory_limit(), 1 << 62) if count)
         if self._sizes.total > there:
             raise BudgetError(f"dram is {budget} bytes: this machine (or its cgroup) has {there} bytes of memory; give less")
-        self._budget, self._line, self._stride = budget, p.batch_line(shape.layers), shape.stride
+        self._budget, self._hbm_budget = budget, hbm_budget
+        self._line, self._stride = p.batch_line(shape.layers), shape.stride
         self._gather_groups = _opening.gather_groups(self._selection)
         self.capacity = self._sizes.slots - shape.groups     # distinct bundles that one batch may hold
         try:
@@ -193,8 +198,9 @@ class Store:
                           background_depth=tuning.background_depth or max(1, readers * self._sizes.depth // 2),
                           retries=tuning.retries, spin_ns=int(tuning.spin_us * 1000), degraded_ns=int(tuning.degraded_after_s * 1e9))
             if device is not None:
-                self._cuda = _cuda.CudaSide(self, device, hbm_slots)
-            self._queue = queues.choose(queue_name, self._state, readers, self._sizes.depth, tuning.affinity)
+                self._cuda = _cuda.CudaSide(self, device, hbm_slots, slab_slots)
+            gds = None if self._gds is None else self._gds.queue_arguments(self)
+            self._queue = queues.choose(queue_name, self._state, readers, self._sizes.depth, tuning.affinity, gds)
             self.queue = self._queue.name
             self.notices.extend(self._queue.notices)
             try:
@@ -224,6 +230,8 @@ class Store:
             self.close()
             raise
         self._plan.control[p.C_STATE] = p.SERVING
+        if self._gds is not None:
+            log.info("queue gds: mode %s, by cuFile's own counters %s", self._gds.mode, self._gds.counters())
 
     def _read_dead_bundles(self) -> None:
         """Read what a position that takes no part hashes to; the batch is never released, so it is never evicted."""
@@ -308,7 +316,7 @@ class Store:
         if self._queue.stuck or self._thread.is_alive():     # the drive may yet write there: never to be freed or unmapped
             log.error("%s: reads are still in the drive after %g s: their memory is kept until the process ends", self.path,
                       timeout_s)
-            _leaked.append((self._state, self._plan, self._queue, self._pairs, self._arena))
+            _leaked.append((self._state, self._plan, self._queue, self._pairs, self._arena, self._cuda))
             self._pairs = []
             return
         self._queue.close()
@@ -468,8 +476,12 @@ class Store:
         return self._row_formats[index]
 
     def _budgets(self, used_slots: int) -> dict[str, tuple[int, int]]:
-        fixed = self._sizes.total - self._sizes.slots * int(self._state.params[s.P_SLOT_STRIDE])
-        return {"dram": (fixed + used_slots * int(self._state.params[s.P_SLOT_STRIDE]), self._budget)}
+        stride = int(self._state.params[s.P_SLOT_STRIDE])
+        if self._gds is not None:
+            staging = self._hbm_budget - self._sizes.slots * stride
+            return {"dram": (self._sizes.total, self._budget), "hbm": (staging + used_slots * stride, self._hbm_budget)}
+        fixed = self._sizes.total - self._sizes.slots * stride
+        return {"dram": (fixed + used_slots * stride, self._budget)}
 
     def _note(self, text: str) -> None:
         self.notices.append(text)

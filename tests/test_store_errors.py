@@ -217,7 +217,7 @@ def test_released_batches_make_room_at_once(engram, served):
     ({"dram": "1e30"}, ssdgram.BudgetError, "dram is '1e30'"),
     ({"hbm": "much"}, ssdgram.BudgetError, "hbm is 'much'"),
     ({"queue": "carrier pigeon"}, ssdgram.ConfigError, "queue"),
-    ({"queue": "gds"}, ssdgram.UnavailableError, "gds"),
+    ({"queue": "gds"}, ssdgram.ConfigError, "gds"),
     ({"stripes": ["a", "b"]}, ssdgram.IdentityError, "1 roots, 2 were given"),
 ])
 def test_open_refuses(engram, served, options, error, words):

@@ -1,11 +1,11 @@
-"""Queues: how pages get from the drive to their slots. One interface, two back ends, a reasoned choice.
+"""Queues: how pages get from the drive to their slots. One interface, three back ends, a reasoned choice.
 
-    queue = choose(name, state, affinity=None)     "uring" | "threads" | "auto"; arrays as in ssdgram._state
+    queue = choose(name, state, affinity=None)     "uring" | "threads" | "auto" | "gds"; arrays as in ssdgram._state
     queue.start(); ... wake_readers(state) after every push ...
     state.control[STOP] = 1; queue.wake_all(); queue.join(5); queue.close()
 
 The hand-over of pages (`_handoff`), the tries of a page (`_tries`) and the fault injector (`_faults`) are the same compiled
-code under both. A queue knows pages and files, nothing of batches, keys or the cache. If `queue.stuck` is true after the
+code under all. A queue knows pages and files, nothing of batches, keys or the cache. If `queue.stuck` is true after the
 join, reads are still in the drive or a reader still runs: the memory behind `state` must then never be freed.
 """
 
@@ -14,12 +14,14 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from ssdgram._state import P_DEPTH, P_READERS, State
 from ssdgram.errors import ConfigError, UnavailableError
 from ssdgram.queues import probe
 from ssdgram.queues._handoff import READER_NEW, READER_PLAIN, READER_RETURNED, READER_RUNNING, READER_STUCK, wake_planner, wake_readers
+from ssdgram.queues._lanes import BATCH_MOST
+from ssdgram.queues.gds import GdsQueue
 from ssdgram.queues.state import file_records, new_state
 from ssdgram.queues.threads import ThreadsQueue
 from ssdgram.queues.uring import UringQueue
@@ -28,7 +30,7 @@ __all__ = ["NAMES", "READER_NEW", "READER_PLAIN", "READER_RETURNED", "READER_RUN
            "compile_all", "default_depth", "default_readers", "resolve", "wake_planner", "wake_readers"]
 
 log = logging.getLogger("ssdgram")
-NAMES = ("auto", "uring", "threads")
+NAMES = ("auto", "uring", "threads", "gds")
 
 
 class Queue(Protocol):
@@ -59,13 +61,10 @@ class Queue(Protocol):
 
 
 def resolve(name: str) -> tuple[str, str]:
-    """("uring" or "threads", why) for a queue name, before any array is laid out. Raises UnavailableError, ConfigError."""
-    if name == "gds":
-        raise UnavailableError("queue 'gds': reads by GPUDirect Storage are not in this version; open with queue='auto': pages then "
-                               "land in pinned DRAM, from where the GPU gathers them")
+    """("uring", "threads" or "gds", why) for a queue name, before any array is laid out. Raises UnavailableError, ConfigError."""
     if name not in NAMES:
         raise ConfigError(f"queue {name!r}: expected one of {', '.join(NAMES)}")
-    if name == "threads":
+    if name in ("threads", "gds"):                           # "auto" never is "gds": the slab would have to lie in HBM
         return name, "asked for by name"
     finding = probe.io_uring()
     if name == "auto":
@@ -77,10 +76,11 @@ def resolve(name: str) -> tuple[str, str]:
 
 
 def choose(name: str, state: State, readers: int | None = None, depth: int | None = None,
-           affinity: Sequence[int] | None = None) -> Queue:
+           affinity: Sequence[int] | None = None, gds: dict[str, Any] | None = None) -> Queue:
     """A queue over `state`, not yet started; its name and reason are logged.
 
-    readers, depth: must be what `state` was laid out for, if given. affinity: CPUs that the readers may run on.
+    readers, depth: must be what `state` was laid out for, if given. affinity: CPUs that the readers may run on. gds: for that
+    queue, the keyword arguments of GdsQueue.
     Raises UnavailableError if a queue that was asked for by name cannot run; "auto" falls back to `threads`.
     """
     for given, word, place in ((readers, "readers", P_READERS), (depth, "depth", P_DEPTH)):
@@ -90,7 +90,11 @@ def choose(name: str, state: State, readers: int | None = None, depth: int | Non
         raise ValueError(f"affinity {sorted(affinity)}: none of these CPUs is in this process's set")
     chosen, reason = resolve(name)
     queue: Queue | None = None
-    if chosen == "uring":
+    if chosen == "gds":
+        if gds is None:
+            raise UnavailableError("queue 'gds' needs a GPU and cuFile: open a store with device='cuda' and queue='gds'")
+        queue = GdsQueue(state, reason, affinity, **gds)
+    elif chosen == "uring":
         try:
             queue = UringQueue(state, reason, affinity)
         except OSError as error:
@@ -107,11 +111,13 @@ def choose(name: str, state: State, readers: int | None = None, depth: int | Non
 
 
 def default_readers(name: str, cpus: int | None = None) -> int:
-    """Readers for "uring" or "threads" on that many processors (those of this process: CPU set and cgroup quota).
+    """Readers for a queue on that many processors (those of this process: CPU set and cgroup quota).
 
     uring: a core drives several hundred thousand reads/s, deliveries included, so 1 up to 4 cores, 2 up to 16, 4 beyond.
-    threads: each has one read in the drive, so 16 to 32 of them whatever the cores.
+    threads: each has one read in the drive, so 16 to 32 of them whatever the cores. gds: one, whose calls are Python's.
     """
+    if name == "gds":
+        return 1
     cpus = probe.cpu_count() if cpus is None else cpus
     if name == "threads":
         return min(32, max(16, 2 * cpus))
@@ -119,8 +125,8 @@ def default_readers(name: str, cpus: int | None = None) -> int:
 
 
 def default_depth(name: str) -> int:
-    """Reads in the drive per reader: 256 for "uring", 1 for "threads"."""
-    return 1 if name == "threads" else 256
+    """Reads in the drive per reader: 256 for "uring", 1 for "threads", eight full batches for "gds"."""
+    return {"threads": 1, "gds": 8 * BATCH_MOST}.get(name, 256)
 
 
 def compile_all() -> None:
