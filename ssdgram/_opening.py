@@ -29,7 +29,7 @@ from ssdgram.layout.manifest import Manifest
 from ssdgram.layout.page import PAGE_BYTES, describe, page_fault, signed
 
 
-HOT = 3                                                      # accesses in the sketch that make a bundle wanted in HBM
+HOT = 3                                                      # requests (policy.frequency) that make a bundle wanted in HBM
 
 
 @dataclass(frozen=True)

@@ -116,9 +116,6 @@ def _io_uring(root: Path) -> Iterator[Finding]:
              if machine.io_uring_error(bits) == 0]
     yield judge("io_uring", f"allowed, with {', '.join(flags) or 'neither SINGLE_ISSUER nor DEFER_TASKRUN'}",
                 "allowed, with DEFER_TASKRUN", bool(flags), "a kernel from 6.1 up has it")
-    library = machine.liburing()
-    yield judge("liburing", library or "not found", "the package, or a system library", library is not None,
-                "pip install liburing, or the distribution's liburing package; until then reads go through the thread queue")
 
 
 def why_refused(error: int, root: Path = ROOT) -> str:
@@ -171,11 +168,10 @@ def _folder(folder: Path, root: Path) -> Iterator[Finding]:
 
 def _huge_pages(root: Path) -> Iterator[Finding]:
     base = root / "sys/kernel/mm/transparent_hugepage"
-    shared, reserved = machine.chosen(base / "shmem_enabled"), read_text(root / "proc/sys/vm/nr_hugepages").strip() or "0"
-    found = f"transparent: {machine.chosen(base / 'enabled')}; in shared memory: {shared}; reserved: {reserved}"
-    yield judge("huge pages", found,
-                "in shared memory: advise", shared in ("always", "advise", "within_size", "force"),
-                "fewer TLB misses on a large slab: echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled", NOTE)
+    private, shared = (machine.chosen(base / name) for name in ("enabled", "shmem_enabled"))
+    yield judge("huge pages", f"transparent: {private}; in shared memory: {shared}", "transparent: madvise or always",
+                private in ("always", "madvise"), "planning is random access over the cache's tables, which are to lie in huge pages: "
+                "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled", NOTE)
 
 
 # ---------------------------------------------------------------- GPU and GDS, from outside

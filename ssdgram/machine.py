@@ -122,15 +122,6 @@ def io_uring_error(flags: int = 0) -> int:
     return 0
 
 
-def liburing() -> str | None:
-    """Where liburing's shared object would come from: the Python package, else the system; None if neither is there."""
-    name = version_of("liburing")
-    if name is None:
-        library = ctypes.util.find_library("uring")
-        name = f"system library {library}" if library else None
-    return name
-
-
 def cufile() -> str | None:
     """Where cuFile would come from; it is not loaded: on a machine without a GPU opening its driver does not return."""
     name = version_of("nvidia-cufile", "nvidia-cufile-cu12")

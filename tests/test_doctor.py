@@ -121,7 +121,7 @@ def test_a_machine_with_a_gpu_and_gds(tmp_path):
         "dev/nvidia0": "", "dev/nvidiactl": "",
         "proc/driver/nvidia/version": "NVRM version: 580.1\nGCC\n", "proc/driver/nvidia-fs/stats": "",
         "sys/devices/system/node/node0/x": "", "sys/devices/system/node/node1/x": "",
-        "sys/kernel/mm/transparent_hugepage/shmem_enabled": "always [advise] never\n",
+        "sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never\n",
         "proc/cpuinfo": "flags : fpu sse4_1\n", "proc/meminfo": "MemTotal: 1048576 kB\nMemAvailable: 524288 kB\n",
     })
     found = findings(tmp_path, root)
@@ -137,6 +137,7 @@ def test_an_empty_machine_breaks_nothing(tmp_path):
     found = findings(tmp_path, tmp_path / "nothing")
     assert found["GPU"].verdict == doctor.NOTE
     assert "NUMA" not in found and "drive" not in found
+    assert found["huge pages"].verdict == doctor.NOTE and "madvise" in found["huge pages"].advice
     for finding in found.values():
         assert finding.verdict in (doctor.OK, doctor.SLOW, doctor.MISSING, doctor.NOTE)
         assert finding.found and finding.wanted

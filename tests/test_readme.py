@@ -101,3 +101,13 @@ def test_the_format_page_names_every_field():
         assert name in page, f"docs/format.md does not name {name}"
     for file in (manifest.MANIFEST, manifest.JOURNAL, manifest.TOKEN_MAP, "stripe.json"):
         assert file in page
+
+
+def test_troubleshooting_names_every_error():
+    from ssdgram import errors
+
+    table = (ROOT / "docs/troubleshooting.md").read_text().partition("## Errors")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`(\w+Error)`", table))
+    leaves = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, errors.SSDGramError)
+              and name not in ("SSDGramError", "StoreError")}
+    assert named == leaves
