@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         ReadError,
         ReadTimeoutError,
         RowCheckError,
+        ServerDiedError,
         SSDGramError,
         StoreBusyError,
         StoreClosedError,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from ssdgram.layout.manifest import Manifest
     from ssdgram.layout.verify import Report, verify
     from ssdgram.sequence import Sequence
+    from ssdgram.serve.client import attach
     from ssdgram.store import Store, open
     from ssdgram.token_map import token_map
     from ssdgram.tools.synth import synthesize
@@ -53,8 +55,8 @@ _HOMES = {
     "ssdgram.errors": (
         "BatchReleasedError", "BatchTooLargeError", "BudgetError", "CheckpointError", "ConfigError", "ConversionError",
         "ForkedStoreError", "FormatError", "HotSetError", "IdentityError", "ManifestError", "NoSpaceError", "ReadError",
-        "ReadTimeoutError", "RowCheckError", "SSDGramError", "StoreBusyError", "StoreClosedError", "StoreError",
-        "StoreReplacedError", "TokenError", "TokenMapError", "UnavailableError",
+        "ReadTimeoutError", "RowCheckError", "SSDGramError", "ServerDiedError", "StoreBusyError", "StoreClosedError",
+        "StoreError", "StoreReplacedError", "TokenError", "TokenMapError", "UnavailableError",
     ),
     "ssdgram.geometry": ("Geometry",),
     "ssdgram.history": ("History",),
@@ -62,6 +64,7 @@ _HOMES = {
     "ssdgram.layout.manifest": ("Manifest",),
     "ssdgram.layout.verify": ("Report", "verify"),
     "ssdgram.sequence": ("Sequence",),
+    "ssdgram.serve.client": ("attach",),
     "ssdgram.store": ("Store", "open"),
     "ssdgram.token_map": ("token_map",),
     "ssdgram.tools.synth": ("synthesize",),
@@ -104,6 +107,7 @@ __all__ = [
     "RowCheckError",
     "SSDGramError",
     "Sequence",
+    "ServerDiedError",
     "Store",
     "StoreBusyError",
     "StoreClosedError",
@@ -113,6 +117,7 @@ __all__ = [
     "TokenMapError",
     "UnavailableError",
     "__version__",
+    "attach",
     "convert",
     "open",
     "synthesize",

@@ -2,6 +2,7 @@
 
     arena = Arena([("slots", SLOT, (n,)), ...])     sizes are known before anything is allocated
     arena["slots"]                                  NumPy view, 4096-aligned
+    mapped = Mapped(fd, size, writable=False)       what another process's arena shares
 
 What other processes or a GPU may look at lies in the memfd block. The rest is anonymous memory, because only that comes in
 huge pages everywhere: planning is random access over it, and with small pages every access would miss the TLB. Pages are
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import math
 import mmap
 import os
@@ -24,6 +26,7 @@ import numpy as np
 Spec = tuple[str, np.dtype | type, tuple[int, ...]]
 ALIGNMENT = 4096
 HUGE_PAGE = 2 << 20
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 MADV_DONTNEED, MADV_REMOVE, MADV_DONTFORK, MADV_HUGEPAGE = 4, 9, 10, 14
 
 
@@ -50,9 +53,11 @@ class Arena:
         shared = [spec for spec in specs if spec[0] not in private]
         own = [spec for spec in specs if spec[0] in private]
         self.size = max(ALIGNMENT, size_of(shared))
-        self.fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._kept = False
         try:
             os.ftruncate(self.fd, self.size)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)   # who maps it need not fear that its end moves
             self._map = mmap.mmap(self.fd, self.size, flags=mmap.MAP_SHARED)
             self._own = mmap.mmap(-1, size_of(own) + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError:
@@ -75,24 +80,66 @@ class Arena:
     def forget(self) -> None:
         """In a forked child: give up the descriptors. The mappings were not inherited (see `_keep_in_child`)."""
         if self.fd >= 0:
-            ours = os.fstat(self.fd)
-            for number in map(int, os.listdir("/proc/self/fd")):             # the mapping has one of its own
-                with contextlib.suppress(OSError):
-                    if os.path.samestat(os.fstat(number), ours):
-                        os.close(number)
+            _close_all_of(os.fstat(self.fd))
             self.fd = -1
 
     def close(self) -> None:
         """Give the memory back to the system, views of it or not: they read zeros from now on. Nobody writes to it any more."""
         for address, size, advice in self._regions:
-            _advise(address, size, advice)
+            if not (self._kept and advice == MADV_REMOVE):
+                _advise(address, size, advice)
         self._give_up_descriptor()
         self._arrays.clear()
+
+    def keep_shared(self) -> None:
+        """`close` leaves the memfd block as it is: other processes may be reading it. It goes with the last mapping."""
+        self._kept = True
+
+    def read_only(self) -> int:
+        """A new descriptor of the memfd block by which nobody can map it for writing. The caller closes it."""
+        return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     def _give_up_descriptor(self) -> None:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+class Mapped:
+    """The memfd block of another process's arena: `memory`, uint8, as long as this object or a view of it lives.
+
+    OSError if the descriptor is of no sealed memfd of exactly that size: one that may shrink would kill who reads it.
+    """
+
+    def __init__(self, fd: int, size: int, *, writable: bool) -> None:
+        self._file = os.fstat(fd)
+        there, seals = self._file.st_size, fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        if there != size or seals & SEALS != SEALS:
+            raise OSError(f"shared memory of {there} bytes with seals {seals:#x}: expected {size} bytes, sealed ({SEALS:#x})")
+        self.size, self.writable = size, writable
+        mapping = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
+        _mappings.add(mapping)
+        self.address = np.frombuffer(mapping, np.uint8).ctypes.data
+        _advise(self.address, size, MADV_DONTFORK)
+        block = (ctypes.c_uint8 * size).from_address(self.address)           # one type of array, read-only memory or not, for
+        block.owner = mapping  # type: ignore[attr-defined]                    compiled code; it keeps the mapping
+        self.memory: np.ndarray = np.frombuffer(block, np.uint8)
+
+    def forget(self) -> None:
+        """In a forked child: give up the descriptor that the mapping has; the mapping itself was not inherited."""
+        _close_all_of(self._file)
+
+    def cut(self, specs: Iterable[Spec], offset: int = 0) -> dict[str, np.ndarray]:
+        """The arrays that an arena with these shared specs has, from byte `offset` on."""
+        return _cut(self.memory[offset:], specs)
+
+
+def _close_all_of(file: os.stat_result) -> None:
+    """Close every descriptor of that file; a mapping has one of its own."""
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.fstat(number), file):
+                os.close(number)
 
 
 def _cut(memory: np.ndarray, specs: Iterable[Spec]) -> dict[str, np.ndarray]:

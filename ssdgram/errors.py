@@ -17,6 +17,7 @@
     │   ├── StoreClosedError                  the store was closed
     │   ├── ForkedStoreError                  the store belongs to the parent process
     │   ├── StoreReplacedError                the files under the open store were replaced
+    │   ├── ServerDiedError (ConnectionError) the server that the store was attached to is gone
     │   ├── BatchReleasedError                the batch was released
     │   ├── BatchTooLargeError (ValueError)   more distinct bundles than the store has slots
     │   └── StoreBusyError (TimeoutError)     no slots within the time-out: other batches hold them
@@ -98,6 +99,10 @@ class ForkedStoreError(StoreError):
 
 class StoreReplacedError(StoreError):
     """The manifest under the open store was replaced by that of another conversion."""
+
+
+class ServerDiedError(StoreError, ConnectionError):
+    """The server that the store was attached to ended, was stopped, or put this client out. Attach again once it runs."""
 
 
 class BatchReleasedError(StoreError):

@@ -301,13 +301,7 @@ class Store:
                 return
             self._closed = True
         _open_stores.discard(self)
-        for row in range(len(self._plan.batches)):
-            if self._plan.words[row * self._line + p.W_STAGE] != p.FREE_BATCH:
-                self._push_release(row)
-        deadline = time.monotonic() + timeout_s
-        for row in range(len(self._plan.batches)):
-            left = max(0, int((deadline - time.monotonic()) * 1e9))
-            wait_free(self._plan.words, row * self._line, left)
+        self._unwind(timeout_s)
         self._state.control[s.STOP] = 1
         push_request(self._plan.requests, self._plan.control, self._state.control, self._state.words, np.int32(1))
         self._queue.wake_all()
@@ -326,6 +320,22 @@ class Store:
         self._close_files()
         self._arena.close()
         self._alive.clear()
+
+    def _unwind(self, timeout_s: float) -> None:
+        """Take back every batch, and wait until the planner has done with them."""
+        for row in range(len(self._plan.batches)):
+            if self._plan.words[row * self._line + p.W_STAGE] != p.FREE_BATCH:
+                self._push_release(row)
+        deadline = time.monotonic() + timeout_s
+        for row in range(len(self._plan.batches)):
+            left = max(0, int((deadline - time.monotonic()) * 1e9))
+            wait_free(self._plan.words, row * self._line, left)
+
+    def _forget(self) -> None:
+        """In a forked child: give up what was inherited."""
+        self._close_files()
+        self._queue.forget()
+        self._arena.forget()
 
     def _keep_hotset(self) -> None:
         """Write the hot set, if one was asked for: a failure costs the next start its warmth, nothing else."""
@@ -533,9 +543,7 @@ def _close_all() -> None:
 def _forget_all() -> None:
     """In a forked child: give up the parent's descriptors, so that neither ring nor file is held open by us."""
     for store in list(_open_stores):
-        store._close_files()
-        store._queue.forget()
-        store._arena.forget()
+        store._forget()
     _open_stores.clear()
 
 

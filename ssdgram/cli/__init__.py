@@ -26,6 +26,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "verify": ("ssdgram.cli.verify:verify", "Check every page of a store; every row against its checkpoint."),
     "inspect": ("ssdgram.cli.inspect:inspect", "Print a store's geometry, sizes, stripes and a decoded row."),
     "synth": ("ssdgram.cli.synth:synth", "Write a checkpoint in the real layout with made-up rows."),
+    "serve": ("ssdgram.cli.serve:serve", "Own a store for all processes of this machine: ranks and replicas attach to it."),
     "demo": ("ssdgram.cli.demo:demo", "Make a small store, serve real text from it, check every bit, print a table."),
     "doctor": ("ssdgram.cli.doctor:doctor", "What this machine lacks for full speed, and what to do about it."),
     "warmup": ("ssdgram.cli.warmup:warmup", "Compile everything ahead, for images and first requests."),
