@@ -179,7 +179,8 @@ def test_warm(engram, tmp_path):
         store.warm(ssdgram.Sequence(tokens, lookback=engram.tokens(3)))
         assert until(lambda: store.stats().tokens > 300 and store.stats().pending_pages == 0)
         reads = store.stats().reads
-        with store.prefetch(tokens[100:200], lookback=tokens[90:100]) as batch, store.prefetch(tokens[:2], lookback=engram.tokens(3)) as first:
+        with store.prefetch(tokens[100:200], lookback=tokens[90:100]) as batch, \
+                store.prefetch(tokens[:2], lookback=engram.tokens(3)) as first:
             assert_served(engram, store, batch, tokens[100:200], lookback=tokens[90:100])
             assert_served(engram, store, first, tokens[:2], lookback=engram.tokens(3))
         assert store.stats().reads == reads

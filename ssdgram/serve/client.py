@@ -46,7 +46,7 @@ from ssdgram.stats import WAIT_BUCKETS, Stats, bounds
 from ssdgram.store import PRIORITIES, ROW_WAIT_S, WARM_WINDOW, Store, Tuning, _open_stores, _sequences
 
 LOOK_S = 0.005                                               # how long a look at the server's end of the socket is good for
-ANSWER_S = 5.0                                               # how long an answer to a question may take
+ANSWER_S, WHY_S = 5.0, 0.5                                   # how long an answer may take; why a wait failed is not worth as long
 
 
 def attach(socket: str | os.PathLike[str], device: str = "cpu", hbm: str | int = "0", *, timeout_s: float = 10.0) -> AttachedStore:
@@ -357,14 +357,15 @@ class AttachedStore(Store):
 
     def _ask(self, kind: int, row: int = 0, layer: int = 0, waited: float = 0.0) -> Any:
         """The answer to a question. ServerDiedError, or UnavailableError if none came in time."""
+        limit = WHY_S if kind == protocol.ASK_ERROR else ANSWER_S
         with self._asking:
             self._questions = (self._questions + 1) % (1 << 32)
-            number, deadline = self._questions, time.monotonic() + ANSWER_S
+            number, deadline = self._questions, time.monotonic() + limit
             try:
                 self._connection.send(protocol.QUESTION.pack(kind, number, row, layer, waited))
                 while True:
                     if not select.select([self._connection], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                        raise UnavailableError(f"{self.socket_path}: the server has not answered within {ANSWER_S:g} s")
+                        raise UnavailableError(f"{self.socket_path}: the server has not answered within {limit:g} s")
                     data, _ = protocol.receive(self._connection, protocol.MOST_TEXT)
                     if not data:
                         self._lost("ended")
