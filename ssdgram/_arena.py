@@ -54,7 +54,7 @@ class Arena:
         own = [spec for spec in specs if spec[0] in private]
         self.size = max(ALIGNMENT, size_of(shared))
         self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        self._kept = False
+        self._file, self._kept = os.fstat(self.fd), False
         try:
             os.ftruncate(self.fd, self.size)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)   # who maps it need not fear that its end moves
@@ -80,7 +80,7 @@ class Arena:
     def forget(self) -> None:
         """In a forked child: give up the descriptors. The mappings were not inherited (see `_keep_in_child`)."""
         if self.fd >= 0:
-            _close_all_of(os.fstat(self.fd))
+            _close_all_of(self._file)
             self.fd = -1
 
     def close(self) -> None:
@@ -121,9 +121,9 @@ class Mapped:
         _mappings.add(mapping)
         self.address = np.frombuffer(mapping, np.uint8).ctypes.data
         _advise(self.address, size, MADV_DONTFORK)
-        block = (ctypes.c_uint8 * size).from_address(self.address)           # one type of array, read-only memory or not, for
-        block.owner = mapping  # type: ignore[attr-defined]                    compiled code; it keeps the mapping
-        self.memory: np.ndarray = np.frombuffer(block, np.uint8)
+        block = (ctypes.c_uint8 * size).from_address(self.address)           # one type of array, read-only memory or not, for ...
+        vars(block)["owner"] = mapping                       # compiled code; it keeps the mapping
+        self.memory: np.ndarray = np.frombuffer(memoryview(block), np.uint8)
 
     def forget(self) -> None:
         """In a forked child: give up the descriptor that the mapping has; the mapping itself was not inherited."""

@@ -218,5 +218,6 @@ def stats_from_json(body: Any) -> Stats:
     def whole(value: Any) -> Any:
         return tuple(value) if isinstance(value, list) else value
 
-    return Stats(**{name: {whole(key): whole(value) for key, value in entry} if name in maps else whole(entry)
-                    for name, entry in body.items()})
+    values: dict[str, Any] = {name: {whole(key): whole(value) for key, value in entry} if name in maps else whole(entry)
+                              for name, entry in body.items()}
+    return Stats(**values)

@@ -397,8 +397,9 @@ class Server:
     def _forget(self) -> None:
         """In a forked child: give up every descriptor, so that clients see the parent's end when it comes."""
         places = [client for client in self._places if client is not None]
-        for thing in (self._selector, self._listener, *(client.connection for client in [*self._waiting, *places])):
-            thing.close()
+        self._selector.close()
+        for connection in (self._listener, *(client.connection for client in [*self._waiting, *places])):
+            connection.close()
         for number in (self._stop, self._lock_file, *(client.pidfd for client in places if client.pidfd >= 0)):
             with contextlib.suppress(OSError):
                 os.close(number)
