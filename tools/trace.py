@@ -132,7 +132,7 @@ class Trace:
                     raise FormatError(f"{path.name}: {name} is {tensor.dtype} {list(tensor.shape)}, which no trace has")
                 arrays[name] = np.empty(tensor.shape, _ARRAYS[name][0])
                 file.seek(tensor.offset)
-                if file.readinto(arrays[name].reshape(-1).view(np.uint8)) != tensor.size:
+                if file.readinto(arrays[name].reshape(-1).view(np.uint8).data) != tensor.size:
                     raise FormatError(f"{path.name}: {name} ends before its {tensor.size} bytes: the file is truncated")
         if not {"starts", "lookback"} <= set(arrays) or ("tokens" in arrays) == ("keys" in arrays):
             raise FormatError(f"{path.name} has {sorted(arrays)}: a trace has starts, lookback, and either tokens or keys")
