@@ -1,6 +1,6 @@
 """A recorder of what a running store is asked for: bounded in memory and file, a copy of two small arrays a batch.
 
-    recorder = store.record("live.trace", limit=1_000_000)      ... or `ssdgram trace record -o live.trace -- COMMAND`
+    recorder = store.record("live.trace", limit=1_000_000)      ... or `ssdgram trace record -o live.trace COMMAND`
     recorder.stop()                                             the file is there, whole, when this returns
 
 Batches are kept in the store's own flat form and become a trace when the recording ends: at the limit, at `stop`, or when the store
