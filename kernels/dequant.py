@@ -47,18 +47,31 @@ E8M0 = _e8m0_values()                                        # float32 [256]
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
-def value_table(encoding: str, global_scale: float | None = None) -> np.ndarray:
+def _scales_by(rule: str) -> np.ndarray:
+    """float32 [256]: what scale bytes stand for under a rule (spec A7: "spec" is its first column)."""
+    values = E8M0.copy()
+    if rule == "vllm":
+        values[0] = 0
+    if rule in ("vllm", "sglang"):
+        values[255] = np.inf
+    elif rule != "spec":
+        raise ConfigError(f"scale_rule is {rule!r}: expected spec, vllm or sglang")
+    return values
+
+
+def value_table(encoding: str, global_scale: float | None = None, scale_rule: str = "spec") -> np.ndarray:
     """bf16 bits (uint16) of every (scale, code) of an encoding; `global_scale`: of the whole table, where the encoding has one.
 
     fp8_ue8m0: [256 scales x 256 codes], index scale * 256 + code (A7). fp8_global: [256], bf(code) * bf(global) (B4).
-    nvfp4: [256 scales x 256 bytes x 2], the two values of a byte of codes (low nibble first), each
+    `scale_rule`: of fp8_ue8m0, what scale bytes 0 and 255 are: 2^-127 and NaN ("spec"), 0 and infinity ("vllm"), 2^-127 and infinity
+    ("sglang"). nvfp4: [256 scales x 256 bytes x 2], the two values of a byte of codes (low nibble first), each
     fl32(fl32(e2m1 * e4m3) * global). bf16: [0], the codes are the bits. ConfigError for a scale that is missing or not wanted.
     """
     if (global_scale is None) != (encoding not in ("fp8_global", "nvfp4")):
         raise ConfigError(f"global_scale is {global_scale} for {encoding}: expected a number for fp8_global or nvfp4, else None")
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         if encoding == "fp8_ue8m0":
-            return bf16_bits(E8M0[:, None] * E4M3).reshape(-1)
+            return bf16_bits(_scales_by(scale_rule)[:, None] * E4M3).reshape(-1)
         if encoding == "bf16":
             return np.empty(0, np.uint16)
         if encoding == "fp8_global":

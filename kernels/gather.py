@@ -25,6 +25,7 @@ BLOCK_SCALES, NO_SCALE, GLOBAL_SCALE = 0, 1, 2               # encodings: fp8 + 
 ADDRESSES, SLOTS = 0, 1                                      # what goes in
 ENCODINGS = {"fp8_ue8m0": BLOCK_SCALES, "bf16": NO_SCALE, "fp8_global": GLOBAL_SCALE}
 SCALE_BLOCK = 32                                             # values per scale byte
+SCALE_RULES = {"spec": 0, "vllm": 1, "sglang": 2}            # what scale bytes 0 and 255 stand for (spec A7)
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Bundles:
     """What a layer's bundles look like. heads: rows per bundle of each order (8, 8, 8; a column subset has fewer, or 0).
 
     stride: bytes between slots, a multiple of 64. global_scale: of "fp8_global", rounded to bf16 when used (spec B4).
+    scale_rule: a key of SCALE_RULES; "spec" but for serving engines, which treat two scale bytes in ways of their own.
     """
 
     heads: tuple[int, ...]
@@ -41,8 +43,11 @@ class Bundles:
     stride: int = 2112
     encoding: str = "fp8_ue8m0"
     global_scale: float = 1.0
+    scale_rule: str = "spec"
 
     def __post_init__(self) -> None:
+        if self.scale_rule not in SCALE_RULES:
+            raise ValueError(f"scale_rule is {self.scale_rule!r}: expected one of {list(SCALE_RULES)}")
         if not 1 <= len(self.heads) <= 8 or min(self.heads) < 0 or not 0 < sum(self.heads) < 256:
             raise ValueError(f"heads per order must be 1 to 8 numbers, 1 to 255 in all; found {self.heads}")
         if self.stride % 64 or self.stride < max(self.heads) * self.row_bytes:
@@ -81,11 +86,14 @@ def bundle_base(source, index, live, dram, hbm, STRIDE: tl.constexpr, KIND: tl.c
 
 
 @triton.jit
-def scale_value(byte):  # type: ignore[no-untyped-def]
-    """float32 of a ue8m0 byte, by the first column of spec A7: 0 is 2^-127 (subnormal), 255 is NaN."""
+def scale_value(byte, RULE: tl.constexpr = 0):  # type: ignore[no-untyped-def]
+    """float32 of a ue8m0 byte (spec A7). RULE 0: byte 0 is 2^-127 (subnormal), 255 NaN; 1: 0 and infinity; 2: 2^-127 and infinity."""
     bits = byte.to(tl.int32) << 23
-    bits = tl.where(byte == 0, 0x00400000, bits)
-    return tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+    if RULE != 1:
+        bits = tl.where(byte == 0, 0x00400000, bits)
+    if RULE == 0:
+        bits = tl.where(byte == 255, 0x7FC00000, bits)
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -103,7 +111,7 @@ def gather_kernel(source, out, out_scales, counter, done, ticket_word, dram: tl.
                   HEADS: tl.constexpr, ORDERS: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr,
                   CODE_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr, STRIDE: tl.constexpr,
                   KIND: tl.constexpr, MODE: tl.constexpr, ENCODING: tl.constexpr, TICKET: tl.constexpr,
-                  CODE_P2: tl.constexpr, SCALE_P2: tl.constexpr, BLOCK: tl.constexpr):
+                  CODE_P2: tl.constexpr, SCALE_P2: tl.constexpr, BLOCK: tl.constexpr, RULE: tl.constexpr):
     """One tile of BLOCK rows at a time; see the module's text and `Gather`."""
     total = tokens * COLUMNS
     for tile in range(tl.program_id(0), tl.cdiv(total, BLOCK), tl.num_programs(0)):
@@ -142,7 +150,7 @@ def gather_kernel(source, out, out_scales, counter, done, ticket_word, dram: tl.
                 written = inside[:, None] & (lane < DIM)[None, :]
                 if MODE == 0:
                     values = tl.reshape(codes, [BLOCK, SCALE_P2, 32]).to(tl.float8e4nv, bitcast=True).to(tl.float32)
-                    values = tl.reshape(values * scale_value(scales)[:, :, None], [BLOCK, SCALE_P2 * 32])
+                    values = tl.reshape(values * scale_value(scales, RULE)[:, :, None], [BLOCK, SCALE_P2 * 32])
                     tl.store(out + (place * DIM)[:, None] + lane[None, :], values.to(out.dtype.element_ty), mask=written)
                 else:
                     tl.store(out + (place * DIM)[:, None] + lane[None, :], codes, mask=written)
@@ -282,7 +290,8 @@ class Gather:
                 "HEADS": b.packed_heads, "ORDERS": b.orders, "COLUMNS": b.columns, "DIM": b.dim, "CODE_BYTES": b.code_bytes,
                 "SCALE_BYTES": b.scale_bytes, "STRIDE": b.stride, "KIND": kind, "MODE": number, "ENCODING": encoding,
                 "TICKET": ticket, "CODE_P2": next_power_of_two(b.code_bytes),
-                "SCALE_P2": next_power_of_two(max(1, b.scale_bytes)), "BLOCK": tile.rows}, warps=tile.warps)
+                "SCALE_P2": next_power_of_two(max(1, b.scale_bytes)), "BLOCK": tile.rows,
+                "RULE": SCALE_RULES[b.scale_rule]}, warps=tile.warps)
             self._launches[key] = found
         return found
 

@@ -37,9 +37,9 @@ class RowFormat(NamedTuple):
     table: np.ndarray                                        # uint16, `value_table` of the encoding
 
 
-def row_format(encoding: str, row_dim: int, global_scale: float | None = None) -> RowFormat:
+def row_format(encoding: str, row_dim: int, global_scale: float | None = None, scale_rule: str = "spec") -> RowFormat:
     """The RowFormat of a geometry's `encoding` and `row_dim`; `global_scale` for fp8_global and nvfp4. ConfigError."""
-    table = value_table(encoding, global_scale)
+    table = value_table(encoding, global_scale, scale_rule)
     bits, block = ENCODINGS[encoding]
     return RowFormat(_KINDS[encoding], row_dim, row_dim * bits // 8, row_dim // block if block else 0, table)
 

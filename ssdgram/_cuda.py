@@ -138,7 +138,8 @@ class CudaSide:
         geometry = store.geometry
         return Gather(Bundles(heads=store._selection.heads, dim=geometry.row_dim, code_bytes=geometry.code_bytes,
                               scale_bytes=geometry.scale_bytes, stride=store._stride, encoding=geometry.encoding,
-                              global_scale=1.0 if scales is None else scales[store._selection.indices[index]]))
+                              global_scale=1.0 if scales is None else scales[store._selection.indices[index]],
+                              scale_rule=store.scale_rule))
 
     # ------------------------------------------------------------ plans and tokens in pinned memory
 
@@ -162,12 +163,14 @@ class CudaSide:
         self._plans[row] = (shape, slots.numpy(), slots, buffer)
         return slots.numpy(), slots
 
-    def tokens_to_host(self, sequences: list[Sequence], n: int, flat_tokens: np.ndarray, row: int,
-                       ticket: int) -> tuple[np.ndarray, int]:
+    def tokens_to_host(self, sequences: list[Sequence], n: int, flat_tokens: np.ndarray, flat_flags: np.ndarray, row: int,
+                       ticket: int) -> tuple[np.ndarray, np.ndarray, int]:
         """Copy tokens that live on the GPU into pinned memory on the current stream, then store the ticket into the row's flag.
 
-        Returns the flat tokens and the flag's address. The caller does not wait.
+        Returns the flat tokens, their flags, and the address of the row's flag. The caller does not wait.
         """
+        if sequences[0].fill is not None:
+            return self._filled(sequences[0], row, ticket)
         size = 4 * len(flat_tokens)
         buffer = self.pool.take(max(4, size))
         self._token_buffers.setdefault(row, []).append(buffer)
@@ -181,7 +184,19 @@ class CudaSide:
                     ids = sequence.device_tokens.clamp(-1, 2**31 - 1).to(torch.int32)
                     host[stop - len(sequence):stop].copy_(ids, non_blocking=True)
             mark_done(self.flags[row:row + 1], ticket)
-        return host.numpy(), self.flags.data_ptr() + 8 * row
+        return host.numpy(), flat_flags, self.flags.data_ptr() + 8 * row
+
+    def _filled(self, sequence: Sequence, row: int, ticket: int) -> tuple[np.ndarray, np.ndarray, int]:
+        """`tokens_to_host` for a deferred sequence: its own kernels write tokens and flags."""
+        length = len(sequence.flat_tokens)
+        buffer = self.pool.take(max(8, 5 * length))
+        self._token_buffers.setdefault(row, []).append(buffer)
+        tokens, flags = buffer[:4 * length].view(torch.int32), buffer[4 * length:5 * length]
+        with torch.cuda.device(self.device):
+            if length > 0 and sequence.fill is not None:
+                sequence.fill(tokens, flags)
+            mark_done(self.flags[row:row + 1], ticket)
+        return tokens.numpy(), flags.numpy(), self.flags.data_ptr() + 8 * row
 
     # ------------------------------------------------------------ results
 

@@ -75,6 +75,13 @@ class Batch:
             if not self._ready[index]:
                 self._wait_for(index, deadline)
 
+    def ready(self, layer: int | None = None) -> bool:
+        """Whether `wait(layer)` would return, or raise, at once. Never blocks."""
+        self._check()
+        words = self._store._plan.words
+        return all(self._ready[index] or int(outcome(words, self._base, index)) != TIMED_OUT
+                   for index in (range(len(self._ready)) if layer is None else (self._store._layer_index(layer),)))
+
     def _wait_for(self, index: int, deadline: float) -> None:
         store = self._store
         words, begin = store._plan.words, time.monotonic()

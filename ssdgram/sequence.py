@@ -7,10 +7,14 @@ bad id bad (no vocabulary has 2^31 - 1 ids), and its true value is kept for the 
 
     flat_tokens   [ lookback, oldest first, at most MAX_NGRAM - 1 ][ tokens                  ]   int32
     flat_flags    STARTS at index 0; PARTICIPATES where it does    [ OUTPUT on each of these ]   uint8
+
+The chunks of many requests at once, as a serving engine's step has them, are one `Sequence.ragged`: the same arrays with a
+lookback and a STARTS per request, built by a few NumPy calls whatever the number of requests.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -32,9 +36,11 @@ class Sequence:
     types and lengths. A CUDA tensor of tokens is kept as `device_tokens` and not waited for.
     """
 
-    __slots__ = ("_length", "_wide", "device_tokens", "flat_flags", "flat_tokens", "lookback_length")
+    __slots__ = ("_length", "_ragged", "_wide", "device_tokens", "fill", "flat_flags", "flat_tokens", "lookback_length")
 
     def __init__(self, tokens: Any, participates: Any = None, lookback: Any = None, lookback_participates: Any = None) -> None:
+        self.fill: Callable[[Any, Any], None] | None = None
+        self._ragged: tuple[np.ndarray, int] | None = None   # (lengths of the requests, width of their windows)
         if participates is lookback is lookback_participates is None and _is_plain(tokens):
             self.device_tokens, self._length, self.lookback_length = None, len(tokens), 0       # the usual case, in few steps
             self.flat_tokens = np.empty(len(tokens), np.int32)
@@ -72,16 +78,84 @@ class Sequence:
             raise TokenError(f"the flat form is {flat_tokens.dtype} {list(flat_tokens.shape)}, {flat_flags.dtype} "
                              f"{list(flat_flags.shape)}: expected int32 [N] and uint8 [N]")
         made = cls.__new__(cls)
-        made.device_tokens, made.lookback_length, made._wide = None, 0, {}
+        made.device_tokens, made.fill, made._ragged, made.lookback_length, made._wide = None, None, None, 0, {}
         made.flat_tokens, made.flat_flags = flat_tokens.copy(), flat_flags.copy()
         made._length = int(np.count_nonzero(made.flat_flags & OUTPUT))
         return made
+
+    @classmethod
+    def ragged(cls, tokens: Any, lengths: Any, windows: Any = None, valid: Any = None, *, participates: Any = None,
+               windows_participate: Any = None) -> Sequence:
+        """The chunks of R requests, one behind the other, as one Sequence of T positions.
+
+        `tokens`: integers [T]; `lengths`: integers [R], their sum T. `windows`: integers [R, w], the raw ids before each chunk,
+        oldest first, w up to MAX_NGRAM - 1; None: none. `valid`: bool [R, w], False where nothing is before the chunk (a
+        request's start); None: all are. `participates` bool [T], `windows_participate` bool [R, w] as for a Sequence.
+        TokenError for wrong types and shapes.
+        """
+        ids, counts = _integers(tokens, "tokens"), _integers(lengths, "lengths").astype(np.int64)
+        if len(counts) and counts.min() < 0 or counts.sum() != len(ids):
+            raise TokenError(f"lengths are {len(counts)} numbers from {counts.min(initial=0)} on, {counts.sum()} in all: expected "
+                             f"numbers from 0 on whose sum is the {len(ids)} tokens")
+        before = _matrix(np.empty((len(counts), 0), np.int32) if windows is None else windows, len(counts), "windows", "iu")
+        width = before.shape[1]
+        there = np.ones(before.shape, bool)
+        for given, name in ((valid, "valid"), (windows_participate, "windows_participate")):
+            if given is not None:
+                flags = _matrix(given, len(counts), name, "biu")
+                if flags.shape != before.shape:
+                    raise TokenError(f"{name} is {list(flags.shape)}: expected the windows' shape, {list(before.shape)}")
+                there &= flags.astype(bool)
+        part = _booleans(participates, len(ids), "participates")
+        ends = np.cumsum(counts + width)
+        starts = ends - counts - width
+        self = cls.deferred(len(ids), len(ids) + before.size)
+        own = np.ones(len(self.flat_tokens), bool)
+        own[(starts[:, None] + np.arange(width)).reshape(-1)] = False
+        flat = np.empty(len(own), np.int64)
+        flat[own], flat[~own] = ids, np.where(there, before, 0).reshape(-1)
+        self._wide = _clip_into(self.flat_tokens, flat, 0)
+        self.flat_flags[own] = PARTICIPATES | OUTPUT if part is None else part.view(np.uint8) * PARTICIPATES | OUTPUT
+        self.flat_flags[~own] = there.reshape(-1).view(np.uint8) * PARTICIPATES
+        self.flat_flags[starts[counts + width > 0]] |= STARTS
+        self._ragged = counts, width
+        return self
+
+    @classmethod
+    def deferred(cls, length: int, flat_length: int, fill: Callable[[Any, Any], None] | None = None) -> Sequence:
+        """A Sequence of `length` positions whose flat arrays `fill(flat_tokens, flat_flags)` writes when it is submitted.
+
+        For engines: `fill` gets torch tensors of `flat_length` entries, int32 and uint8, in pinned memory if the store is on a
+        GPU; what it launches on the current stream writes them, exactly `length` of them with OUTPUT. They are checked when
+        they have arrived: a bad id is raised by the batch's `wait`.
+        """
+        self = cls(_NONE)
+        self._length = length
+        self.flat_tokens, self.flat_flags = np.zeros(flat_length, np.int32), np.zeros(flat_length, np.uint8)
+        self.fill = fill
+        return self
 
     def __len__(self) -> int:
         return self._length
 
     def __repr__(self) -> str:
         return f"Sequence({len(self)} tokens, {self.lookback_length} of lookback)"
+
+    def fill_now(self) -> None:
+        """Have `fill` write the flat arrays where they are, in ordinary memory."""
+        import torch
+
+        if self.fill is not None:
+            self.fill(torch.from_numpy(self.flat_tokens), torch.from_numpy(self.flat_flags))
+
+    def place_of(self, flat_index: int) -> tuple[int, int | None]:
+        """(position, request) of a flat index: negative positions lie before the first token; None: there is one request."""
+        if self._ragged is None:
+            return flat_index - self.lookback_length, None
+        lengths, width = self._ragged
+        ends = np.cumsum(lengths + width)
+        request = int(np.searchsorted(ends, flat_index, side="right"))
+        return int(flat_index - (ends[request] - lengths[request])), request
 
     def token_at(self, flat_index: int) -> int:
         """The id that was given for a flat position, before any clipping."""
@@ -119,9 +193,11 @@ def bad_id(sequences: list[Sequence], n: int, index: int, vocab_size: int, token
     number = int(np.searchsorted(ends, index, side="right"))
     sequence, cut = sequences[number], cuts[number]
     index -= int(ends[number]) - (len(sequence.flat_tokens) - cut)
-    position = index + cut - sequence.lookback_length
+    position, request = sequence.place_of(index + cut)
     found = sequence.token_at(index + cut) if token is None else token
     place = f"position {position}" if position >= 0 else f"lookback position {position} (before the first token)"
+    if request is not None:
+        place += f" of request {request}"
     if len(sequences) > 1:
         place += f" of sequence {number}"
     advice = "mark placeholders with participates=False" if found < 0 else "is this the model's tokenizer?"
@@ -166,6 +242,14 @@ def _integers(value: Any, name: str) -> np.ndarray:
         return _NONE
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise TokenError(f"{name} are {array.dtype} {list(array.shape)}: expected integers of shape [T]")
+    return array
+
+
+def _matrix(value: Any, rows: int, name: str, kinds: str) -> np.ndarray:
+    """`value` as an array [rows, at most MAX_NGRAM - 1] of one of the `kinds`; TokenError if it is something else."""
+    array = _array(value)
+    if array.ndim != 2 or len(array) != rows or array.shape[1] >= MAX_NGRAM or (array.dtype.kind not in kinds and array.size):
+        raise TokenError(f"{name} is {array.dtype} {list(array.shape)}: expected [{rows}, 0 .. {MAX_NGRAM - 1}], a row per request")
     return array
 
 

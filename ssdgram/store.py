@@ -65,6 +65,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ssdgram")
 PRIORITIES = {"step": s.STEP, "background": s.BACKGROUND}
 VARIABLE = "SSDGRAM_TRACE_RECORD"                            # what to record, and where (ssdgram.tools.trace_record)
+SCALE_RULES = ("spec", "vllm", "sglang")                     # kernels/dequant.py
 WARM_WINDOW = 512                                            # flat tokens that `warm` plans at a time
 ROW_WAIT_S = 5.0                                             # how long `prefetch` waits for a batch that is being released
 _open_stores: weakref.WeakSet[Store] = weakref.WeakSet()
@@ -103,7 +104,7 @@ class Tuning:
 def open(out: str | os.PathLike[str], dram: str | int = "1GiB", hbm: str | int = "0", device: str = "cpu", queue: str = "auto",
          layers: SequenceType[int] | None = None, columns: SequenceType[int] | range | slice | None = None,
          owner: tuple[int, int] | None = None, stripes: SequenceType[str | os.PathLike[str]] | None = None,
-         hotset: str | os.PathLike[str] | None = None, *, tuning: Tuning | None = None) -> Store:
+         hotset: str | os.PathLike[str] | None = None, *, scale_rule: str = "spec", tuning: Tuning | None = None) -> Store:
     """Open the store that `ssdgram convert` made in folder `out`.
 
     `dram`, `hbm`: bytes, or "512MiB", "1.5GiB": hard budgets, tables and staging included. `device`: "cpu" or a CUDA device.
@@ -111,10 +112,12 @@ def open(out: str | os.PathLike[str], dram: str | int = "1GiB", hbm: str | int =
     `layers`: decoder layers to serve; `columns`: ascending column numbers; `owner` = (rank, world): serve only the bundles whose
     hash falls to this rank, zeros elsewhere. `stripes`: where the roots are now.
     `hotset`: a file outside `out`, read now if it is there and of this store, written at close: the cache starts with it.
+    `scale_rule`: what scale bytes 0 and 255 are in `rows`: 2^-127 and NaN ("spec"), 0 and infinity ("vllm"), 2^-127 and infinity
+    ("sglang"); `packed` hands them out as they are.
     Raises ManifestError, FormatError, IdentityError, BudgetError, ConfigError, UnavailableError.
     """
     store = Store(out, dram=dram, hbm=hbm, device=device, queue=queue, layers=layers, columns=columns, owner=owner, stripes=stripes,
-                  hotset=hotset, tuning=tuning or Tuning())
+                  hotset=hotset, scale_rule=scale_rule, tuning=tuning or Tuning())
     if VARIABLE in os.environ:                               # set by `ssdgram trace record` alone
         from ssdgram.tools.trace_record import from_environment
 
@@ -124,6 +127,70 @@ def open(out: str | os.PathLike[str], dram: str | int = "1GiB", hbm: str | int =
             store.close()
             raise
     return store
+WARM_WINDOW = 512                                            # flat tokens that `warm` plans at a time
+ROW_WAIT_S = 5.0                                             # how long `prefetch` waits for a batch that is being released
+_open_stores: weakref.WeakSet[Store] = weakref.WeakSet()
+_leaked: list[Any] = []                                      # memory that a drive may still write to
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """How a store uses the machine. The defaults follow the CPU set and the cgroup; nothing here changes a result."""
+
+    readers: int | None = None                               # reader threads; None: by queue and CPUs
+    depth: int | None = None                                 # reads in the drive per reader; None: by queue
+    background_depth: int | None = None                      # of those, over all readers, for background reads; None: half
+    affinity: tuple[int, ...] | None = None                  # CPUs of the store's threads
+    batches: int = 256                                       # unreleased batches at once
+    retries: int = 2                                         # re-reads before the last one by another path
+    spin_us: float = 20.0                                    # idle spinning before a thread sleeps
+    degraded_after_s: float = 5.0                            # a read of that age makes the store degraded
+    degraded_wait_s: float = 0.25                            # how long a wait may take then
+    identity_check_s: float = 1.0                            # how often the manifest is looked at
+
+    def __post_init__(self) -> None:
+        cpus = os.sched_getaffinity(0)
+        for name, least, most in (("readers", 1, 256), ("depth", 1, 4096), ("background_depth", 1, 1 << 20),
+                                  ("batches", 2, 1 << 16), ("retries", 0, 1000)):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int) and least <= value <= most):
+                raise ConfigError(f"Tuning: {name} is {value!r}: expected {least} .. {most}")
+        for name in ("spin_us", "degraded_after_s", "degraded_wait_s", "identity_check_s"):
+            if not 0 <= getattr(self, name) <= 1e6:
+                raise ConfigError(f"Tuning: {name} is {getattr(self, name)!r}: expected 0 .. 1e6")
+        if self.affinity is not None and not set(self.affinity) & cpus:
+            raise ConfigError(f"Tuning: affinity is {self.affinity!r}: expected some of this process's CPUs, {sorted(cpus)}")
+
+
+def open(out: str | os.PathLike[str], dram: str | int = "1GiB", hbm: str | int = "0", device: str = "cpu", queue: str = "auto",
+         layers: SequenceType[int] | None = None, columns: SequenceType[int] | range | slice | None = None,
+         owner: tuple[int, int] | None = None, stripes: SequenceType[str | os.PathLike[str]] | None = None,
+         hotset: str | os.PathLike[str] | None = None, *, scale_rule: str = "spec", tuning: Tuning | None = None) -> Store:
+    """Open the store that `ssdgram convert` made in folder `out`.
+
+    `dram`, `hbm`: bytes, or "512MiB", "1.5GiB": hard budgets, tables and staging included. `device`: "cpu" or a CUDA device.
+    `queue`: "auto", "uring", "threads" or "gds" (GPUDirect Storage: the bundles then lie in `hbm`, and `dram` pays for tables only).
+    `layers`: decoder layers to serve; `columns`: ascending column numbers; `owner` = (rank, world): serve only the bundles whose
+    hash falls to this rank, zeros elsewhere. `stripes`: where the roots are now.
+    `hotset`: a file outside `out`, read now if it is there and of this store, written at close: the cache starts with it.
+    `scale_rule`: what scale bytes 0 and 255 are in `rows`: 2^-127 and NaN ("spec"), 0 and infinity ("vllm"), 2^-127 and infinity
+    ("sglang"); `packed` hands them out as they are.
+    Raises ManifestError, FormatError, IdentityError, BudgetError, ConfigError, UnavailableError.
+    """
+    store = Store(out, dram=dram, hbm=hbm, device=device, queue=queue, layers=layers, columns=columns, owner=owner, stripes=stripes,
+                  hotset=hotset, scale_rule=scale_rule, tuning=tuning or Tuning())
+    if VARIABLE in os.environ:                               # set by `ssdgram trace record` alone
+        from ssdgram.tools.trace_record import from_environment
+
+        try:
+            from_environment(store)
+        except BaseException:
+            store.close()
+            raise
+    return store
+=======
+    return Store(out, dram=dram, hbm=hbm, device=device, queue=queue, layers=layers, columns=columns, owner=owner, stripes=stripes,
+                 hotset=hotset, scale_rule=scale_rule, tuning=tuning or Tuning())
 
 
 class Store:
@@ -131,10 +198,13 @@ class Store:
 
     def __init__(self, out: str | os.PathLike[str], *, dram: str | int, hbm: str | int, device: str, queue: str,
                  layers: SequenceType[int] | None, columns: SequenceType[int] | range | slice | None, owner: tuple[int, int] | None,
-                 stripes: SequenceType[str | os.PathLike[str]] | None, hotset: str | os.PathLike[str] | None, tuning: Tuning) -> None:
+                 stripes: SequenceType[str | os.PathLike[str]] | None, hotset: str | os.PathLike[str] | None, tuning: Tuning,
+                 scale_rule: str = "spec") -> None:
         self._closed = True                                  # until everything stands
         self._pid = os.getpid()
-        self.path, self.tuning, self.device = Path(out), tuning, device
+        self.path, self.tuning, self.device, self.scale_rule = Path(out), tuning, device, scale_rule
+        if scale_rule not in SCALE_RULES:
+            raise ConfigError(f"scale_rule={scale_rule!r}: expected one of {list(SCALE_RULES)}")
         self._identity = identity(out)
         self.manifest = Manifest.load(out)
         self.geometry = self.manifest.geometry
@@ -430,7 +500,12 @@ class Store:
 
     def _submit(self, sequences: list[Sequence], priority: str, window: int, ticket: int | None = None) -> Batch:
         tokens, flags, positions = flatten(sequences, self.geometry.max_ngram)
-        on_device = any(sequence.device_tokens is not None for sequence in sequences)
+        deferred = any(sequence.fill is not None for sequence in sequences)
+        if deferred and len(sequences) > 1:
+            raise ConfigError("a deferred Sequence is a batch of its own: not one of a list")
+        on_device = any(sequence.device_tokens is not None for sequence in sequences) or (deferred and self._cuda is not None)
+        if deferred and not on_device:
+            sequences[0].fill_now()
         if not on_device:
             check_ids(sequences, self.geometry.max_ngram, tokens, flags, self._vocabulary)
         layers, orders = len(self.layers), self.geometry.orders
@@ -448,7 +523,7 @@ class Store:
             else:
                 slots, device_slots = self._cuda.plan_memory(row, shape)
                 if on_device:
-                    tokens, flag = self._cuda.tokens_to_host(sequences, self.geometry.max_ngram, tokens, row, ticket)
+                    tokens, flags, flag = self._cuda.tokens_to_host(sequences, self.geometry.max_ngram, tokens, flags, row, ticket)
             self._alive[row] = (tokens, flags, slots, held)
             batch = Batch(self, row, ticket, slots, held, (tokens, flags))   # before `submit`: Ctrl-C behind it finds an owner
             batch._device_slots = device_slots
@@ -525,7 +600,7 @@ class Store:
         if index not in self._row_formats:
             scales = self.manifest.global_scales
             scale = None if scales is None else scales[self._selection.indices[index]]
-            self._row_formats[index] = row_format(self.geometry.encoding, self.dim, scale)
+            self._row_formats[index] = row_format(self.geometry.encoding, self.dim, scale, self.scale_rule)
         return self._row_formats[index]
 
     def _budgets(self, used_slots: int) -> dict[str, tuple[int, int]]:
