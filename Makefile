@@ -7,7 +7,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-quick test-bounds test-denied test-rules test-gpu lint wheel clean
+.PHONY: help demo test test-quick test-bounds test-denied test-rules test-gpu test-engines lint wheel clean
 
 # The first Python that runs and is new enough; `make PYTHON=...` overrules.
 PYTHON ?= $(shell for candidate in python3 python3.13 python3.12 python3.11; do \
@@ -32,7 +32,7 @@ demo: $(READY)
 	$(BIN)/python -m ssdgram demo
 
 test: $(READY)
-	$(PYTEST) -q -m "not gpu" $(ARGS)
+	$(PYTEST) -q -m "not gpu and not engines" $(ARGS)
 
 lint: $(READY)
 	$(BIN)/python -m ruff check .
@@ -57,6 +57,11 @@ test-rules: $(READY)
 
 test-gpu: $(READY)
 	$(PYTEST) -q -m gpu $(ARGS)
+
+# The plug-ins' tables against the published files of both engines, fetched by pip into .peer/ (about 380 MB, once).
+test-engines: $(READY)
+	PYTHONPATH=. $(BIN)/python tests/fetch_engines.py .peer/engines
+	$(PYTEST) -q -m engines $(ARGS)
 
 wheel: $(READY)
 	$(BIN)/python -m build --wheel --sdist --no-isolation --outdir dist .

@@ -94,7 +94,7 @@ class Sequence:
         TokenError for wrong types and shapes.
         """
         ids, counts = _integers(tokens, "tokens"), _integers(lengths, "lengths").astype(np.int64)
-        if len(counts) and counts.min() < 0 or counts.sum() != len(ids):
+        if counts.min(initial=0) < 0 or counts.sum() != len(ids):
             raise TokenError(f"lengths are {len(counts)} numbers from {counts.min(initial=0)} on, {counts.sum()} in all: expected "
                              f"numbers from 0 on whose sum is the {len(ids)} tokens")
         before = _matrix(np.empty((len(counts), 0), np.int32) if windows is None else windows, len(counts), "windows", "iu")

@@ -37,6 +37,7 @@ from ssdgram._budget import PRIVATE, parse_size, sizes
 from ssdgram._calls import free_row, hand_back, push_request, submit, wait_free
 from ssdgram._compiled import compile_for
 from ssdgram._planner import planner_loop
+from ssdgram._warming import Warming
 from ssdgram.batch import Batch
 from ssdgram.errors import (
     BudgetError,
@@ -188,13 +189,12 @@ def open(out: str | os.PathLike[str], dram: str | int = "1GiB", hbm: str | int =
             store.close()
             raise
     return store
-=======
-    return Store(out, dram=dram, hbm=hbm, device=device, queue=queue, layers=layers, columns=columns, owner=owner, stripes=stripes,
-                 hotset=hotset, scale_rule=scale_rule, tuning=tuning or Tuning())
 
 
 class Store:
     """An open store; made by `ssdgram.open`. Also a context manager that closes it."""
+
+    scale_rule = "spec"                                      # what the rows of `open(scale_rule=...)` follow
 
     def __init__(self, out: str | os.PathLike[str], *, dram: str | int, hbm: str | int, device: str, queue: str,
                  layers: SequenceType[int] | None, columns: SequenceType[int] | range | slice | None, owner: tuple[int, int] | None,
@@ -351,8 +351,11 @@ class Store:
         self._look_at_manifest()
         return self._submit(sequences, priority, window=0)
 
-    def warm(self, sequences: Any, *, participates: Any = None, lookback: Any = None) -> None:
-        """Fill the cache with what the sequences need, in the background class. Returns at once and holds no slots."""
+    def warm(self, sequences: Any, *, participates: Any = None, lookback: Any = None) -> Warming:
+        """Fill the cache with what the sequences need, in the background class. Returns at once and holds no slots.
+
+        What it returns tells when that is done, and can stop it; it may be dropped.
+        """
         self._check()
         chosen = _sequences(sequences, participates, lookback, None)
         self._look_at_manifest()
@@ -361,6 +364,7 @@ class Store:
         batch._disown()                                      # the planner frees its row after the last window
         with self._lock:
             self._leaving.add(batch._row)
+        return Warming(self, batch._row, batch.ticket, sum(map(len, chosen)))
 
     def record(self, path: str | os.PathLike[str], *, limit: int = 1 << 20, keys: bool = False) -> Recorder:
         """Keep what is asked for from now on in a trace, for at most `limit` tokens; `stop()` of what it returns writes it to `path`.

@@ -25,6 +25,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "convert": ("ssdgram.cli.convert:convert", "Convert a checkpoint's n-gram tables into a store."),
     "verify": ("ssdgram.cli.verify:verify", "Check every page of a store; every row against its checkpoint."),
     "inspect": ("ssdgram.cli.inspect:inspect", "Print a store's geometry, sizes, stripes and a decoded row."),
+    "slim": ("ssdgram.cli.slim:slim", "Make a checkpoint without its tables, for engines that use a store."),
     "synth": ("ssdgram.cli.synth:synth", "Write a checkpoint in the real layout with made-up rows."),
     "serve": ("ssdgram.cli.serve:serve", "Own a store for all processes of this machine: ranks and replicas attach to it."),
     "demo": ("ssdgram.cli.demo:demo", "Make a small store, serve real text from it, check every bit, print a table."),

@@ -15,14 +15,21 @@ _MARKS = {OK: "[green]ok[/]", SLOW: "[yellow]slow[/]", MISSING: "[red]missing[/]
 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path), required=False)
+@click.option("--engine", type=click.Choice(["vllm", "sglang"]), help="Say whether the plug-in would be active in this engine, here.")
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 @click.option("--strict", is_flag=True, help="Exit with status 1 if anything is slow or missing.")
-def doctor(folder: Path | None, as_json: bool, strict: bool) -> None:
+def doctor(folder: Path | None, engine: str | None, as_json: bool, strict: bool) -> None:
     """What this machine lacks for full speed, and what to do about it.
 
-    FOLDER is where a store is, or shall be (default: the current folder): its file system and drive are looked at.
+    FOLDER is where a store is, or shall be (default: the current folder): its file system and drive are looked at. With --engine,
+    only the plug-in for that engine is looked at: run it with the variables (SSDGRAM_STORE, ...) that the server will have.
     """
-    findings = examine(folder)
+    if engine is None:
+        findings = examine(folder)
+    else:
+        from ssdgram.engines.diagnosis import examine_engine
+
+        findings = examine_engine(engine)
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     else:

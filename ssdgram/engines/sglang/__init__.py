@@ -1,0 +1,1 @@
+"""The entry point of the SGLang plug-in (group sglang.srt.plugins)."""

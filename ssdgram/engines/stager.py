@@ -1,0 +1,134 @@
+"""The step under way in one engine process: its batch, and the buffers of the engine that its rows go to.
+
+    begin(windows)      the step's tokens are on their way: prefetch        (nothing: a dummy or idle step reads nothing)
+    fill(layer)         the layer's rows into its buffer, on the current stream; waits on the host for reads, not for the GPU
+    fill_all()          all layers, in their order: before a graph is launched that reads the buffers
+    end()               the step is over, whatever came of it
+
+Both engines' plug-ins drive it; it knows neither. The batch is released as soon as the last layer's gather is launched: the
+planner gives the slots back when the GPU has run it. Invariant: a buffer's first T rows are those of the step that began last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ssdgram.errors import BatchTooLargeError, ConfigError, SSDGramError
+from ssdgram.sequence import Sequence
+
+if TYPE_CHECKING:
+    from ssdgram.batch import Batch
+    from ssdgram.engines.windows import Windows
+    from ssdgram.store import Store
+
+
+@dataclass
+class Counts:
+    """What a process's plug-in did; `drafts` are positions of draft tokens, among `tokens`."""
+
+    steps: int = 0
+    idle_steps: int = 0                                      # dummy and idle ones: nothing was read for them
+    graph_steps: int = 0                                     # filled before a whole graph was launched
+    tokens: int = 0
+    drafts: int = 0
+    abandoned: int = 0                                       # steps whose rows nobody took
+    wait_s: float = 0.0                                      # on the host, for ids and reads
+
+
+class Stager:
+    """One per process. `targets`: decoder layer -> torch bf16 [most tokens, columns, dim], written from row 0 on."""
+
+    def __init__(self, store: Store, targets: Mapping[int, Any], *, timeout_s: float = 30.0) -> None:
+        self.store, self.timeout_s = store, timeout_s
+        self.targets = {layer: targets[layer] for layer in store.layers}
+        self.counts = Counts()
+        self._batch: Batch | None = None
+        self._left: list[int] = []
+        self._positions = 0
+        self.most_tokens = min((target.shape[0] for target in self.targets.values()), default=0)
+        shape = (len(store.columns), store.dim)
+        for layer, target in self.targets.items():
+            if tuple(target.shape[1:]) != shape or not target.is_contiguous():
+                raise ConfigError(f"layer {layer}'s buffer is {target.dtype} {list(target.shape)}: expected rows of {list(shape)}")
+        need = self.most_tokens * store.geometry.orders * len(self.targets)
+        if need > store.capacity:
+            raise ConfigError(f"a step of {self.most_tokens} tokens may need {need} bundles at once, the DRAM budget holds "
+                              f"{store.capacity}: raise SSDGRAM_DRAM by {(need - store.capacity) * store._stride >> 20} MiB, or lower the engine's tokens "
+                              f"per step")
+
+    @property
+    def active(self) -> bool:
+        """Whether a step is under way whose rows are not all taken."""
+        return self._batch is not None
+
+    def begin(self, step: Windows | Sequence | None, *, drafts: int = 0) -> None:
+        """A step begins; what was left of the one before is given up. None: a step without real tokens."""
+        self.end()
+        if step is None:
+            self.counts.idle_steps += 1
+            return
+        sequence = step if isinstance(step, Sequence) else step.sequence()
+        if len(sequence) > self.most_tokens:
+            raise BatchTooLargeError(len(sequence), self.most_tokens)
+        self._batch = self.store.prefetch(sequence)
+        self._left = list(self.store.layers)
+        self._positions = len(sequence)
+        self.counts.steps += 1
+        self.counts.tokens += len(sequence)
+        self.counts.drafts += drafts
+
+    def ready(self, layer: int) -> bool:
+        """Whether `fill(layer)` would not wait."""
+        return self._batch is not None and layer in self._left and self._batch.ready(layer)
+
+    def waits_for(self, layer: int) -> bool:
+        """Whether the step's rows of the layer are not in its buffer yet."""
+        return self._batch is not None and layer in self._left
+
+    def fill(self, layer: int) -> bool:
+        """Put the layer's rows into its buffer; once per layer and step. Whether there was anything to do."""
+        batch = self._batch
+        if batch is None or layer not in self._left:
+            return False
+        with self._given_up_on_error():
+            begun = time.monotonic()
+            batch.wait(layer, timeout_s=self.timeout_s)
+            self.counts.wait_s += time.monotonic() - begun
+            batch.rows(layer, out=self.targets[layer][:self._positions])
+        self._left.remove(layer)
+        if not self._left:
+            self._batch = None
+            batch.release()
+        return True
+
+    def fill_all(self) -> None:
+        """Fill every layer, in the store's order."""
+        self.counts.graph_steps += self._batch is not None
+        for layer in tuple(self._left):
+            self.fill(layer)
+
+    def end(self) -> None:
+        """Give up what is left of the step. Idempotent."""
+        batch, self._batch = self._batch, None
+        self._left = []
+        if batch is not None:
+            self.counts.abandoned += 1
+            with contextlib.suppress(SSDGramError):          # closed meanwhile
+                batch.release()
+
+    @contextlib.contextmanager
+    def _given_up_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.end()
+            raise
+
+    def close(self) -> None:
+        """End the step and close the store."""
+        self.end()
+        self.store.close()

@@ -1,0 +1,74 @@
+"""The entry point of the vLLM plug-in (group vllm.general_plugins). Standard library only until a table is really to be served.
+
+vLLM calls `activate` in the front end, the engine core, every worker and the model inspector. It does nothing unless
+SSDGRAM_STORE is set. Then another version of vLLM ends the process; and when the module that holds the Engram classes is imported,
+every seam is checked against the files as they are, and only then the classes are changed (plugin.py).
+Invariant: with SSDGRAM_STORE set, a server starts with the store or not at all.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+ENGRAM = "vllm.models.deepseek_v41.common.engram"
+MODEL_STATE = "vllm.models.deepseek_v41.nvidia.model_state"
+QWEN = "vllm.models.qwen4_exp.nvidia.model"
+ROCM = "vllm.models.deepseek_v41.amd.model"
+
+_active: list[str] = []
+
+
+def activate() -> None:
+    """What vLLM calls. SystemExit with one message if SSDGRAM_STORE is set and the plug-in cannot be active."""
+    from ssdgram.engines.settings import read_settings
+
+    try:
+        settings = read_settings()
+    except ValueError as error:
+        raise SystemExit(f"SSDGram: {error}") from None
+    if settings is None or _active:
+        return
+    from ssdgram.engines.seams import installed
+    from ssdgram.engines.vllm.seams import VLLM
+    from ssdgram.engines.watch import when_imported
+
+    found = installed(VLLM.package)
+    if found is None or found[0].partition("+")[0] != VLLM.version:
+        from ssdgram.engines.seams import fault
+
+        raise SystemExit(f"SSDGram: {fault(VLLM, found)}")
+    _active.append(settings.store)
+    when_imported(ENGRAM, _patch_engram)
+    when_imported(MODEL_STATE, _patch_state)
+    for module, model in ((QWEN, "Qwen4Exp (PLE)"), (ROCM, "DeepSeek-V4.1 on ROCm")):
+        when_imported(module, _refusal(model))
+
+
+def _checked() -> None:
+    from ssdgram.engines.seams import fault, installed
+    from ssdgram.engines.vllm.seams import VLLM
+
+    text = fault(VLLM, installed(VLLM.package))
+    if text is not None:
+        raise SystemExit(f"SSDGram: {text}")
+
+
+def _patch_engram(module: ModuleType) -> None:
+    _checked()
+    from ssdgram.engines.vllm import plugin
+
+    plugin.patch_engram(module)
+
+
+def _patch_state(module: ModuleType) -> None:
+    _checked()
+    from ssdgram.engines.vllm import plugin
+
+    plugin.patch_state(module)
+
+
+def _refusal(model: str):  # type: ignore[no-untyped-def]
+    def refuse(module: ModuleType) -> None:
+        raise SystemExit(f"SSDGram: {model} is not served by this plug-in: unset SSDGRAM_STORE to serve it with vLLM's own tables")
+
+    return refuse
