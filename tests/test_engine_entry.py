@@ -37,8 +37,8 @@ def run(script, path=None, **environment):
 
 
 def test_without_a_store_nothing_happens_and_only_the_standard_library_is_loaded():
-    found = run("import sys; from ssdgram.engines.vllm import activate; activate();"
-                "print(sorted({n.partition('.')[0] for n in sys.modules} & {'numpy', 'torch', 'numba', 'vllm', 'click'}), len(sys.meta_path))")
+    found = run("import sys; from ssdgram.engines.vllm import activate; activate(); names = {n.partition('.')[0] for n in sys.modules};"
+                "print(sorted(names & {'numpy', 'torch', 'numba', 'vllm', 'click'}), len(sys.meta_path))")
     plain = run("import sys; print([], len(sys.meta_path))")
     assert found.stdout == plain.stdout and found.returncode == 0, found.stderr
 

@@ -229,7 +229,7 @@ def test_sequence_parallel_layers_get_their_own_chunk(engram, monkeypatch):
 def test_a_read_error_ends_the_step_and_the_next_one_is_served(engram, monkeypatch):
     import errno
 
-    from made_stores import clear_faults, set_fault
+    from made_stores import clear_faults, quiet, set_fault
 
     server = Server(engram, monkeypatch)
     server.requests.add("a", range(1, 40))
@@ -238,6 +238,7 @@ def test_a_read_error_ends_the_step_and_the_next_one_is_served(engram, monkeypat
         server.step({"a": 4}, mode=MODES.FULL)
     assert not server.stager.active
     clear_faults(server.stager.store)
+    assert quiet(server.stager.store)                        # no read of the failed step is under way that this one could join
     server.check({"a": 4}, mode=MODES.FULL)
     server.stager.close()
 

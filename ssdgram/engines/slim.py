@@ -53,7 +53,9 @@ def slim(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str]) -> Sli
     target.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
     try:
-        files, written, dropped = read_index(source), [], []
+        files = read_index(source)
+        written: list[str] = []
+        dropped: list[str] = []
         for shard in shards:
             kept = _kept(shard, files, tables)
             if kept:

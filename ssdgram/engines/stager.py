@@ -56,9 +56,9 @@ class Stager:
                 raise ConfigError(f"layer {layer}'s buffer is {target.dtype} {list(target.shape)}: expected rows of {list(shape)}")
         need = self.most_tokens * store.geometry.orders * len(self.targets)
         if need > store.capacity:
+            missing = (need - store.capacity) * store._stride >> 20
             raise ConfigError(f"a step of {self.most_tokens} tokens may need {need} bundles at once, the DRAM budget holds "
-                              f"{store.capacity}: raise SSDGRAM_DRAM by {(need - store.capacity) * store._stride >> 20} MiB, or lower the engine's tokens "
-                              f"per step")
+                              f"{store.capacity}: raise SSDGRAM_DRAM by {missing + 1} MiB, or lower the engine's tokens per step")
 
     @property
     def active(self) -> bool:
