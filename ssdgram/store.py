@@ -128,67 +128,6 @@ def open(out: str | os.PathLike[str], dram: str | int = "1GiB", hbm: str | int =
             store.close()
             raise
     return store
-WARM_WINDOW = 512                                            # flat tokens that `warm` plans at a time
-ROW_WAIT_S = 5.0                                             # how long `prefetch` waits for a batch that is being released
-_open_stores: weakref.WeakSet[Store] = weakref.WeakSet()
-_leaked: list[Any] = []                                      # memory that a drive may still write to
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tuning:
-    """How a store uses the machine. The defaults follow the CPU set and the cgroup; nothing here changes a result."""
-
-    readers: int | None = None                               # reader threads; None: by queue and CPUs
-    depth: int | None = None                                 # reads in the drive per reader; None: by queue
-    background_depth: int | None = None                      # of those, over all readers, for background reads; None: half
-    affinity: tuple[int, ...] | None = None                  # CPUs of the store's threads
-    batches: int = 256                                       # unreleased batches at once
-    retries: int = 2                                         # re-reads before the last one by another path
-    spin_us: float = 20.0                                    # idle spinning before a thread sleeps
-    degraded_after_s: float = 5.0                            # a read of that age makes the store degraded
-    degraded_wait_s: float = 0.25                            # how long a wait may take then
-    identity_check_s: float = 1.0                            # how often the manifest is looked at
-
-    def __post_init__(self) -> None:
-        cpus = os.sched_getaffinity(0)
-        for name, least, most in (("readers", 1, 256), ("depth", 1, 4096), ("background_depth", 1, 1 << 20),
-                                  ("batches", 2, 1 << 16), ("retries", 0, 1000)):
-            value = getattr(self, name)
-            if value is not None and not (isinstance(value, int) and least <= value <= most):
-                raise ConfigError(f"Tuning: {name} is {value!r}: expected {least} .. {most}")
-        for name in ("spin_us", "degraded_after_s", "degraded_wait_s", "identity_check_s"):
-            if not 0 <= getattr(self, name) <= 1e6:
-                raise ConfigError(f"Tuning: {name} is {getattr(self, name)!r}: expected 0 .. 1e6")
-        if self.affinity is not None and not set(self.affinity) & cpus:
-            raise ConfigError(f"Tuning: affinity is {self.affinity!r}: expected some of this process's CPUs, {sorted(cpus)}")
-
-
-def open(out: str | os.PathLike[str], dram: str | int = "1GiB", hbm: str | int = "0", device: str = "cpu", queue: str = "auto",
-         layers: SequenceType[int] | None = None, columns: SequenceType[int] | range | slice | None = None,
-         owner: tuple[int, int] | None = None, stripes: SequenceType[str | os.PathLike[str]] | None = None,
-         hotset: str | os.PathLike[str] | None = None, *, scale_rule: str = "spec", tuning: Tuning | None = None) -> Store:
-    """Open the store that `ssdgram convert` made in folder `out`.
-
-    `dram`, `hbm`: bytes, or "512MiB", "1.5GiB": hard budgets, tables and staging included. `device`: "cpu" or a CUDA device.
-    `queue`: "auto", "uring", "threads" or "gds" (GPUDirect Storage: the bundles then lie in `hbm`, and `dram` pays for tables only).
-    `layers`: decoder layers to serve; `columns`: ascending column numbers; `owner` = (rank, world): serve only the bundles whose
-    hash falls to this rank, zeros elsewhere. `stripes`: where the roots are now.
-    `hotset`: a file outside `out`, read now if it is there and of this store, written at close: the cache starts with it.
-    `scale_rule`: what scale bytes 0 and 255 are in `rows`: 2^-127 and NaN ("spec"), 0 and infinity ("vllm"), 2^-127 and infinity
-    ("sglang"); `packed` hands them out as they are.
-    Raises ManifestError, FormatError, IdentityError, BudgetError, ConfigError, UnavailableError.
-    """
-    store = Store(out, dram=dram, hbm=hbm, device=device, queue=queue, layers=layers, columns=columns, owner=owner, stripes=stripes,
-                  hotset=hotset, scale_rule=scale_rule, tuning=tuning or Tuning())
-    if VARIABLE in os.environ:                               # set by `ssdgram trace record` alone
-        from ssdgram.tools.trace_record import from_environment
-
-        try:
-            from_environment(store)
-        except BaseException:
-            store.close()
-            raise
-    return store
 
 
 class Store:

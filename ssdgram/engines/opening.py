@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+import ssdgram
 from ssdgram.engines.settings import Settings
 from ssdgram.errors import ConfigError, IdentityError, UnavailableError
 from ssdgram.geometry import Geometry
@@ -61,9 +62,8 @@ def open_store(settings: Settings, *, layers: Sequence[int], device: str, engine
                                    f"give its folder")
     hotset = settings.hotset if settings.hotset is None or rank == 0 else f"{settings.hotset}.{rank}"
     with _default_device("cpu"):                             # models are built, and their states made, under a default of their own
-        store = Store(settings.store, dram=settings.dram, hbm=settings.hbm, device=device, queue=settings.queue, layers=layers,
-                      columns=None, owner=None, stripes=settings.stripes or None, hotset=hotset, scale_rule=engine,
-                      tuning=tuning or Tuning())
+        store = ssdgram.open(settings.store, dram=settings.dram, hbm=settings.hbm, device=device, queue=settings.queue, layers=layers,
+                             stripes=settings.stripes or None, hotset=hotset, scale_rule=engine, tuning=tuning)
     log.info("%s: serves layers %s to %s (rank %d): %d bundles in %s of DRAM, %s of HBM, queue %s", store.path, list(store.layers), engine,
              rank, store.capacity, settings.dram, settings.hbm, store.queue)
     return store

@@ -43,7 +43,7 @@ def read_settings(environment: Mapping[str, str] = os.environ) -> Settings | Non
     store = environment.get("SSDGRAM_STORE", "")
     if not store:
         return None
-    ours = ("SSDGRAM_CACHE_DIR", "SSDGRAM_BENCH")            # of the package, not of the plug-ins
+    ours = ("SSDGRAM_CACHE_DIR", "SSDGRAM_BENCH", "SSDGRAM_TRACE", "SSDGRAM_TEST")         # of the package, not of the plug-ins
     unknown = sorted(name for name in environment if name.startswith("SSDGRAM_") and name not in VARIABLES
                      and not name.startswith(ours))
     if unknown:
