@@ -290,10 +290,10 @@ class Store:
         self._look_at_manifest()
         return self._submit(sequences, priority, window=0)
 
-    def warm(self, sequences: Any, *, participates: Any = None, lookback: Any = None) -> Warming:
+    def warm(self, sequences: Any, *, participates: Any = None, lookback: Any = None) -> Warming | None:
         """Fill the cache with what the sequences need, in the background class. Returns at once and holds no slots.
 
-        What it returns tells when that is done, and can stop it; it may be dropped.
+        What it returns tells when that is done, and can stop it; it may be dropped. An attached store returns None.
         """
         self._check()
         chosen = _sequences(sequences, participates, lookback, None)

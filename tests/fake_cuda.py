@@ -38,8 +38,18 @@ class FakeCuda:
         self.current = self.main
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
         monkeypatch.setattr(torch.cuda, "stream", self._on)
-        monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: Stream("side", self.log))
-        monkeypatch.setattr(torch.cuda, "Event", lambda *_, **__: Event(self.log))
+        log = self.log
+
+        class SideStream(Stream):
+            def __init__(self, *_, **__):
+                super().__init__("side", log)
+
+        class LoggedEvent(Event):
+            def __init__(self, *_, **__):
+                super().__init__(log)
+
+        monkeypatch.setattr(torch.cuda, "Stream", SideStream)
+        monkeypatch.setattr(torch.cuda, "Event", LoggedEvent)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.captured)
 

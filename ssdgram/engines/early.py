@@ -89,7 +89,8 @@ class EarlyPrefetch:
                 except SSDGramError as error:                # busy, or replaced: the steps will say so where it matters
                     log.debug("early prefetch pauses: %s", error)
                     return
-                self._flights.setdefault(request, []).append(flight)
+                if flight is not None:
+                    self._flights.setdefault(request, []).append(flight)
                 self.tokens += stop - waiting.position
                 room -= stop - waiting.position
                 waiting.position = stop

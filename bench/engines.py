@@ -1,0 +1,81 @@
+"""The engines' own Engram modules with the plug-ins, on a GPU: outputs bit for bit, and the Engram part of a decode step in time.
+
+    python -m ssdgram.bench.engines --peer FOLDER [--steps 200] [--sections vllm,time,sglang] [--out FOLDER]
+
+FOLDER/vllm and FOLDER/sglang hold the engines' published Python files (bench/peers/engines.md says which, and what they need
+beside torch). vllm: the real `Engram` with its own pinned table and the same one with the plug-in, over steps of mixed prefill and
+decode: eager, piecewise, whole graph. time: ids ready to rows staged, both layers, all hits, against the engine's own lookup of
+a pinned table in a graph of its own; then all misses. sglang: its `Engram` likewise. Each section stands alone and says what failed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+import click
+
+import ssdgram
+from ssdgram.bench.facts import write_results
+
+SECTIONS = ("vllm", "time", "sglang")
+ROWS = 30_011                                                # rows a column of the made-up tables
+
+
+def build(folder: Path, rows: int) -> tuple[Path, Path]:
+    """(checkpoint, store) of about `rows` rows a column under `folder`, made if they are not there."""
+    if not (folder / "store" / "manifest.json").exists():
+        ssdgram.synthesize(folder / "checkpoint", vocab_size=rows, seed=1, hidden_size=512)
+        ssdgram.convert(folder / "checkpoint", folder / "store")
+    return folder / "checkpoint", folder / "store"
+
+
+@click.command()
+@click.option("--peer", type=click.Path(path_type=Path, file_okay=False), required=True, help="Folder with the engines' Python files.")
+@click.option("--folder", type=click.Path(path_type=Path), help="Where the made-up checkpoint and store go (about 2 GiB).")
+@click.option("--steps", type=int, default=200, show_default=True, help="Steps of each mode.")
+@click.option("--rows", type=int, default=ROWS, show_default=True, help="Rows of a column of the made-up tables.")
+@click.option("--table-gib", type=int, default=32, show_default=True, help="Pinned table that the engine's own lookup is timed on.")
+@click.option("--sections", default=",".join(SECTIONS), show_default=True, help="What to run.")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder for engines.json.")
+def main(peer: Path, folder: Path | None, steps: int, rows: int, table_gib: int, sections: str, out: Path | None) -> None:
+    """Run the engines' Engram modules with the plug-ins and say what differs; exit status 1 if anything does or fails."""
+    from ssdgram.bench import engines_sglang, engines_vllm
+
+    peer = peer.resolve()
+    for name in ("vllm", "sglang"):
+        sys.path.insert(0, str(peer / name))
+    results: dict[str, Any] = {}
+    failed = []
+    with tempfile.TemporaryDirectory() as own:
+        checkpoint, store = build(folder or Path(own), rows)
+        os.environ["SSDGRAM_STORE"] = str(store)
+        os.environ.setdefault("SSDGRAM_DRAM", "2GiB")
+        runs = {"vllm": lambda: engines_vllm.identity(checkpoint, store, steps), "time": lambda: engines_vllm.timing(store, table_gib),
+                "sglang": lambda: engines_sglang.identity(checkpoint, store, steps)}
+        for section in sections.split(","):
+            print(f"== {section}", flush=True)
+            try:
+                results[section] = runs[section]()
+                print(json.dumps(results[section], indent=1), flush=True)
+                if results[section].get("wrong", 0):
+                    failed.append(section)
+            except Exception as error:                       # one section's peer may be incomplete: the others still count
+                traceback.print_exc()
+                results[section] = {"failed": f"{type(error).__name__}: {error}"}
+                failed.append(section)
+            path = write_results("engines", results)
+            if out is not None:
+                shutil.copy(path, out)
+    if failed:
+        raise click.ClickException(f"not as wanted: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()
