@@ -57,7 +57,8 @@ def main(peer: Path, folder: Path | None, steps: int, rows: int, table_gib: int,
         checkpoint, store = build(folder or Path(own), rows)
         os.environ["SSDGRAM_STORE"] = str(store)
         os.environ.setdefault("SSDGRAM_DRAM", "2GiB")
-        runs = {"vllm": lambda: engines_vllm.identity(checkpoint, store, steps), "time": lambda: engines_vllm.timing(store, table_gib),
+        runs = {"vllm": lambda: engines_vllm.identity(checkpoint, store, steps),
+                "time": lambda: engines_vllm.timing(checkpoint, store, table_gib),
                 "sglang": lambda: engines_sglang.identity(checkpoint, store, steps)}
         for section in sections.split(","):
             print(f"== {section}", flush=True)

@@ -8,7 +8,9 @@ is copied here; its files come from the peer folder, unchanged.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -98,10 +100,15 @@ class Vllm:
         return state
 
 
+@functools.cache
+def the_vllm(checkpoint: Path) -> Vllm:
+    """vLLM is set up, and changed by the plug-in, once a process."""
+    return Vllm(checkpoint)
+
+
 @contextlib.contextmanager
 def tempfile_name() -> Iterator[str]:
-    import tempfile
-
+    """A name for the rendezvous of one process with itself."""
     with tempfile.TemporaryDirectory() as folder:
         yield f"{folder}/rendezvous"
 
@@ -190,7 +197,7 @@ def state_for(store: Any, layers: list[Any], window: torch.Tensor, full: bool) -
 
 def identity(checkpoint: Path, store_path: Path, steps: int) -> dict[str, Any]:
     """Steps of each mode, and how many of them gave other bits than the stock layers."""
-    vllm = Vllm(checkpoint)
+    vllm = the_vllm(checkpoint)
     settings = Settings(store=str(store_path), dram="2GiB")
     stock, ours = vllm.layers(vllm.stock_class), vllm.layers(vllm.module.Engram)
     load_weights(vllm, checkpoint, stock, ours)
@@ -271,15 +278,15 @@ def _one_mode(vllm: Vllm, store: Any, stock: list[Any], ours: list[Any], hasher:
 # ---------------------------------------------------------------- time
 
 
-def timing(store_path: Path, table_gib: int, repetitions: int = 200) -> dict[str, Any]:
-    """us from ids ready to both layers' rows staged, host clock with a synchronisation at its end: medians of interleaved repetitions."""
-    import vllm.models.deepseek_v41.common.engram as engram
-
+def timing(checkpoint: Path, store_path: Path, table_gib: int, repetitions: int = 200) -> dict[str, Any]:
+    """us from ids ready to both layers' rows staged, host clock with a synchronisation at its end: medians, interleaved."""
+    vllm = the_vllm(checkpoint)
     settings = Settings(store=str(store_path), dram="2GiB")
-    store = opening.open_store(settings, layers=None or (1, 14), device="cuda:0", engine="vllm")
+    store = opening.open_store(settings, layers=(1, 14), device="cuda:0", engine="vllm")
     results: dict[str, Any] = {"table_gib": table_gib, "repetitions": repetitions}
     try:
-        table = _pinned_table(engram, table_gib)
+        with vllm.context():
+            table = _pinned_table(vllm.module, table_gib)
         stream_tokens = np.random.default_rng(5).integers(0, store._vocabulary, 60_000)
         for start in range(0, len(stream_tokens), 2048):
             with store.prefetch(stream_tokens[start:start + 2048], lookback=stream_tokens[max(0, start - 3):start]) as batch:
@@ -294,10 +301,6 @@ def timing(store_path: Path, table_gib: int, repetitions: int = 200) -> dict[str
 def _pinned_table(engram: Any, gib: int) -> Any:
     """vLLM's embedding over a pinned table of that size, 24 columns."""
     rows = (gib << 30) // 256 // 24
-    from vllm.config import get_current_vllm_config_or_none
-
-    if get_current_vllm_config_or_none() is None:            # the configuration that the first section made is not current here
-        pass
     return engram.ParallelEngramEmbedding(rows * 24, 256, (rows,) * 24, cpu_offload=True)
 
 

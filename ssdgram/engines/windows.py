@@ -43,10 +43,13 @@ class Windows:
 
     def sequence(self) -> Sequence:
         """The step as one Sequence, whose tokens and flags are written when it is submitted."""
-        return Sequence.deferred(self.count, self.count + self.requests * self.before.shape[1], self.fill)
+        requests = self.requests if self.count > 0 else 0    # requests without tokens are not looked up
+        return Sequence.deferred(self.count, self.count + requests * self.before.shape[1], self.fill)
 
     def fill(self, tokens: Any, flags: Any) -> None:
         """Write flat tokens (int32) and flags (uint8): a kernel on the current stream, or at once for tensors on the CPU."""
+        if self.count == 0:
+            return
         if self.tokens.device.type == "cpu":
             pack_on_host(self, tokens.numpy(), flags.numpy())
         else:
@@ -67,7 +70,7 @@ def pack_on_host(windows: Windows, tokens: np.ndarray, flags: np.ndarray) -> Non
     if w.newest_first:
         before = before[:, ::-1]                             # oldest first
     request_of = np.searchsorted(starts, np.arange(count), side="right") - 1
-    first = positions[np.minimum(starts, max(0, count - 1))] if count else np.zeros(requests, np.int64)
+    first = positions[np.minimum(starts, count - 1)]
     flat_starts = starts + depth * np.arange(requests)
     tokens[:], flags[:] = 0, 0
     own = np.arange(count) + depth * (request_of + 1)

@@ -83,7 +83,7 @@ def pack(windows: Windows, tokens: torch.Tensor, flags: torch.Tensor) -> None:
     """Launch on the current stream; `tokens` int32 and `flags` uint8 are pinned, `windows.count` + (n - 1) requests long."""
     w = windows
     total = w.count + w.requests * w.before.shape[1]
-    if total == 0:
+    if w.count == 0:
         return
     if w.tokens.stride(0) != 1 or w.positions.stride(0) != 1 or w.before.stride(1) != 1:
         raise ConfigError("a step's tokens, positions and windows must lie without gaps")

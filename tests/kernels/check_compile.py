@@ -6,6 +6,8 @@ import pytest
 import torch
 from where import INTERPRETED
 
+from ssdgram.engines.windows import Windows
+from ssdgram.engines.windows_gpu import launch_for
 from ssdgram.kernels.check import Check
 from ssdgram.kernels.deliver import Deliver
 from ssdgram.kernels.gate import CUTS as GATE_CUTS
@@ -59,3 +61,19 @@ def test_the_others():
     constants = torch.ones(2, 24)
     hasher = Hash(torch.ones(2, 4), constants, constants, token_map=range(9), fill=2, vocabulary=9, device="cpu")
     compiled(hasher.launch(True, True))
+
+
+@pytest.mark.parametrize("kind", ("vllm", "sglang"))
+def test_windows_of_both_engines(kind):
+    i32, i64 = (torch.zeros(4, dtype=dtype) for dtype in (torch.int32, torch.int64))
+    before = torch.zeros(4, 3, dtype=torch.int32)
+    if kind == "vllm":
+        windows = Windows(tokens=i32, positions=i64, before=before, starts=i32, count=4, requests=4)
+    else:
+        windows = Windows(tokens=i64, positions=i64, before=before, rows=i64, count=4, requests=4, newest_first=False)
+    compiled(launch_for(windows))
+
+
+@pytest.mark.parametrize("rule", ("vllm", "sglang"))
+def test_gather_with_the_scale_rules_of_the_engines(rule):
+    compiled(Gather(Bundles((8, 8, 8), scale_rule=rule)).launch("rows", SLOTS, torch.bfloat16, 1, TILES[0][1]))
