@@ -87,7 +87,7 @@ class RootGroup(LazyGroup):
 
 
 class BenchGroup(LazyGroup):
-    """One command for each module of ssdgram.bench that has a function or command `main`."""
+    """One command for each module of ssdgram.bench that has a function or command `main`; of a package, its __main__."""
 
     def targets(self) -> Mapping[str, tuple[str, str]]:
         return _benchmarks()
@@ -99,14 +99,15 @@ def _benchmarks() -> dict[str, tuple[str, str]]:
     package = importlib.import_module("ssdgram.bench")
     found = {}
     for module in pkgutil.iter_modules(package.__path__):
-        source = Path(package.__path__[0], f"{module.name}.py")
-        if module.ispkg or module.name.startswith("_") or not source.is_file():
+        place = f"{module.name}.__main__" if module.ispkg else module.name
+        source = Path(package.__path__[0], f"{place.replace('.', '/')}.py")
+        if module.name.startswith("_") or not source.is_file():
             continue
         tree = ast.parse(source.read_bytes())
         names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
         if "main" in names:
             text = (ast.get_docstring(tree) or "").partition("\n")[0]
-            found[module.name] = (f"ssdgram.bench.{module.name}:main", text)
+            found[module.name] = (f"ssdgram.bench.{place}:main", text)
     return found
 
 

@@ -1,0 +1,54 @@
+"""What the run is held to: each bar with what was found, and why it does not apply where it does not.
+
+Nothing is measured here, and nothing rounded in the project's favour. A bar that this run could not test is said to be untested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+COLD_TIMES, WARM_TIMES, OF_HBM = 5.0, 10.0, 0.99
+CHUNK, BATCHES, MOST_SHARE = 2048, (64, 256), 1 / 8
+
+
+def bars(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """{what, found, bar, ok}: ok is None where the run has no figure for it."""
+    return [*_lookups(result), *_steps(result), _stability(result)]
+
+
+def _rate(result: dict[str, Any], placement: str, warmness: str) -> float | None:
+    return next((cell["rows_s"] for cell in result["cells"] if cell["status"] == "ok" and cell["placement"] == placement
+                 and cell["warmness"] == warmness and cell["kind"] == "prefill" and cell["tokens"] == CHUNK), None)
+
+
+def _lookups(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for warmness, bar in (("cold", COLD_TIMES), ("warm", WARM_TIMES)):
+        ours, theirs = _rate(result, "ssdgram", warmness), _rate(result, "ssd-mmap", warmness)
+        found = ours / theirs if ours and theirs else None
+        yield {"what": f"{warmness} ssdgram over {warmness} ssd-mmap, rows/s, prefill {CHUNK}", "found": found, "bar": f">= {bar:g}",
+               "ok": None if found is None else found >= bar}
+
+
+def _steps(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    rows = result["step"]["rows"] if result["step"] else []
+    speed = {(row["placement"], row["tokens"], row["prefetch"]): row["tokens_s"] for row in rows
+             if row["status"] == "ok" and row["kind"] == "decode" and row["warmness"] == "warm"}
+    within = result["budget"]["share"] <= MOST_SHARE + 1e-6
+    for batch in BATCHES:
+        ours = speed.get(("ssdgram", batch, True))
+        for name, prefetch, bar, text in (("hbm", True, OF_HBM, f">= {OF_HBM}"), ("dram-uva", True, 1.0, "> 1"),
+                                          ("dram-uva", False, 1.0, "> 1")):
+            theirs = speed.get((name, batch, prefetch))
+            found = ours / theirs if ours and theirs and within else None
+            how = "begun ahead" if prefetch else "in line"
+            yield {"what": f"warm ssdgram over {name} ({how}), step-model tokens/s, batch {batch}", "found": found, "bar": text,
+                   "ok": None if found is None else found >= bar if name == "hbm" else found > bar}
+
+
+def _stability(result: dict[str, Any]) -> dict[str, Any]:
+    rows = [*result["cells"], *(result["step"]["rows"] if result["step"] else [])]
+    measured = [row for row in rows if row["status"] == "ok"]
+    stable = sum(row["stable"] for row in measured)
+    return {"what": "cells whose medians of the two passes differ by less than 10 % (the others are marked)",
+            "found": stable / len(measured) if measured else None, "bar": "marked", "ok": None}

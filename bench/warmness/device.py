@@ -1,0 +1,295 @@
+"""The placements with a GPU at the end: the whole table in its memory, or pinned and read in place; and where rows arrive there.
+
+    hbm         a row lookup over the table in GPU memory
+    dram-uva    the same lookup over a pinned table, row by row over PCIe, on a side stream if it is begun ahead (as vLLM does)
+
+The lookup is vLLM 0.33.0's own kernel if its file is there (bench/peers/vllm_lookup.py), else the one below; the report says which.
+What the CPU placements gather lands in pinned memory, is copied, and becomes bf16 in torch. Every result is bfloat16
+[T, columns, dim] on the device. Invariant: nothing here is imported on a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from ssdgram.bench.gpu_timing import GIB, HostMemory
+from ssdgram.bench.peers.vllm_lookup import Lookup, load
+from ssdgram.bench.warmness.placements import (
+    DramCopy,
+    HostTable,
+    Landing,
+    Placement,
+    Ssdgram,
+    SsdMmap,
+    SsdPread,
+    all_in,
+)
+from ssdgram.bench.warmness.text import Step
+from ssdgram.errors import ConfigError, UnavailableError
+from ssdgram.geometry import Geometry
+from ssdgram.kernels.gather import scale_value
+from ssdgram.layout.manifest import Manifest
+
+SORTED_FROM = 256                                            # tokens from which vLLM's pinned lookup is faster with sorted ids
+BLOCK = 16
+
+
+class DeviceLanding(Landing):
+    """Pinned buffers, and the rows of every layer on the device, bfloat16 [most * columns, dim]."""
+
+    def __init__(self, geometry: Geometry, most: int, device: torch.device) -> None:
+        if geometry.encoding != "fp8_ue8m0":
+            raise ConfigError(f"rows are {geometry.encoding}: on a GPU this bench knows fp8_ue8m0 (DeepSeek-V4.1) alone")
+        self.device, self._pinned = device, []               # type: ignore[var-annotated]
+        super().__init__(geometry, most)
+        count, layers = most * geometry.columns, len(geometry.layers)
+        self.rows = [torch.zeros(count, geometry.row_dim, dtype=torch.bfloat16, device=device) for _ in range(layers)]
+        self._inverse = [torch.zeros(count, dtype=torch.int64).pin_memory() for _ in range(layers)]
+        self._side = torch.cuda.Stream(device)
+
+    def _memory(self, rows: int, size: int) -> np.ndarray:
+        tensor = torch.zeros(rows, size, dtype=torch.uint8).pin_memory()
+        self._pinned.append(tensor)
+        array: np.ndarray = tensor.numpy()
+        return array
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+    def deliver_split(self, layer: int, rows: int, count: int, inverse: np.ndarray | None) -> None:
+        values = self._values(self._to_device(self.codes[layer][:rows]), self._to_device(self.scales[layer][:rows]))
+        if inverse is not None:
+            self._inverse[layer][:count].numpy()[:] = inverse
+            values = values.index_select(0, self._inverse[layer][:count].to(self.device, non_blocking=True))
+        self.rows[layer][:count].copy_(values)
+
+    def deliver_whole(self, layer: int, count: int) -> None:
+        whole = self._to_device(self.whole[layer][:count])
+        codes = self.geometry.code_bytes
+        self.rows[layer][:count].copy_(self._values(whole[:, :codes].contiguous(), whole[:, codes:].contiguous()))
+
+    def _values(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """bf16(code * 2^(scale - 127)) (spec A7): codes uint8 [N, dim], scales uint8 [N, dim / 32], 1 .. 254."""
+        factors = (scales.to(torch.int32) << 23).view(torch.float32)
+        values = codes.view(torch.float8_e4m3fn).to(torch.float32).view(len(codes), scales.shape[1], -1) * factors[:, :, None]
+        return values.view(len(codes), -1).to(torch.bfloat16)
+
+    def result(self, layer: int, count: int, split: bool) -> np.ndarray:
+        array: np.ndarray = self.rows[layer][:count].view(torch.int16).cpu().numpy()
+        return array
+
+    def finish(self) -> None:
+        torch.cuda.current_stream(self.device).synchronize()
+
+    @contextlib.contextmanager
+    def beside(self) -> Any:
+        """A thread's own stream."""
+        with torch.cuda.device(self.device), torch.cuda.stream(self._side):
+            yield
+
+
+class PinnedTable(HostTable):
+    """The whole table in memory that the GPU reads in place, in huge pages."""
+
+    def _memory(self, size: int) -> np.ndarray:
+        self.memory = HostMemory(size, huge=True)
+        array: np.ndarray = self.memory.tensor.numpy()[:size]
+        return array
+
+    def close(self) -> None:
+        super().close()
+        self.memory.close()
+
+
+# ---------------------------------------------------------------- row lookups
+
+
+@triton.jit
+def rows_kernel(codes, scales, ids, out, count, DIM: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rows ids[0 .. count) of a table, one after the other, as bf16."""
+    for tile in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
+        row = tile * BLOCK + tl.arange(0, BLOCK)
+        inside = row < count
+        number = tl.load(ids + row, mask=inside, other=0).to(tl.int64)
+        lane = tl.arange(0, DIM)
+        part = tl.arange(0, DIM // 32)
+        code = tl.load(codes + number[:, None] * DIM + lane[None, :], mask=inside[:, None], other=0)
+        scale = tl.load(scales + number[:, None] * (DIM // 32) + part[None, :], mask=inside[:, None], other=0)
+        values = tl.reshape(code, [BLOCK, DIM // 32, 32]).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        values = tl.reshape(values * scale_value(scale)[:, :, None], [BLOCK, DIM])
+        tl.store(out + row.to(tl.int64)[:, None] * DIM + lane[None, :], values.to(out.dtype.element_ty), mask=inside[:, None])
+
+
+class OwnLookup:
+    """Row-by-row lookup over codes uint8 [R, dim] and scales uint8 [R, dim / 32]: device tensors, or registered host memory."""
+
+    def __init__(self, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        self.codes, self.scales = codes, scales
+        self.programs = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+
+    def __call__(self, ids: torch.Tensor, out: torch.Tensor) -> None:
+        """ids int32 [T, columns] -> out bfloat16 [T, columns, dim]."""
+        grid = min(triton.cdiv(ids.numel(), BLOCK), self.programs)
+        rows_kernel[(grid,)](self.codes, self.scales, ids, out, ids.numel(), DIM=self.codes.shape[1], BLOCK=BLOCK)
+
+
+class RowLookup(Placement):
+    """A lookup kernel over a whole table, wherever its tensors are. Ids are on the device beforehand."""
+
+    on_host = False
+
+    def __init__(self, geometry: Geometry, landing: DeviceLanding, tables: list[tuple[torch.Tensor, torch.Tensor]], pinned: bool) -> None:
+        super().__init__(geometry, landing)
+        module = load()
+        self.kernel = "vLLM 0.33.0" if module is not None else "ours, row by row"
+        self._lookups: list[Any] = [OwnLookup(*table) if module is None else Lookup(module, *table) for table in tables]
+        self._sorts = pinned and module is not None
+        self._pinned, self._ids = pinned, {}                 # type: ignore[var-annotated]
+        self._device, self._rows = landing.device, landing.rows
+        self._stream = torch.cuda.Stream(landing.device)
+        self.bytes = sum(codes.numel() + scales.numel() for codes, scales in tables)
+
+    def prepare(self, steps: list[Step]) -> None:
+        for step in steps:
+            if id(step) not in self._ids:
+                self._ids[id(step)] = step, [torch.from_numpy(ids.astype(np.int32)).to(self._device) for ids in step.ids]
+
+    def gather(self, step: Step, layer: int) -> None:
+        if id(step) not in self._ids:
+            self.prepare([step])
+        ids = self._ids[id(step)][1][layer]
+        columns = self.geometry.columns
+        out = self._rows[layer][:len(step) * columns].view(len(step), columns, -1)
+        if self._sorts and len(step) >= SORTED_FROM:
+            self._lookups[layer].sorted(ids, out)
+        else:
+            self._lookups[layer](ids, out)
+
+    def begin(self, step: Step) -> Any:
+        """Both layers on a stream of their own, an event behind each."""
+        events = []
+        with torch.cuda.stream(self._stream):
+            for layer in range(len(self.geometry.layers)):
+                self.gather(step, layer)
+                events.append(torch.cuda.Event())
+                events[-1].record()
+        return events
+
+    def take(self, begun: Any, step: Step, layer: int) -> None:
+        torch.cuda.current_stream().wait_event(begun[layer])
+
+    def account(self, before: Any, after: Any, steps: list[Step], drive_bytes: int, major_faults: int) -> dict[str, Any]:
+        return {"hit_rate": all_in("dram" if self._pinned else "hbm", self.geometry), "reads": 0, "bytes_read": 0}
+
+    def close(self) -> None:
+        super().close()
+        self._lookups, self._ids = [], {}
+
+
+class Hbm(RowLookup):
+    """The table in GPU memory."""
+
+    name = "hbm"
+
+
+class DramUva(RowLookup):
+    """The table pinned, read by the GPU over PCIe."""
+
+    name = "dram-uva"
+
+    def pcie_bytes(self, step: Step) -> int:
+        return sum(ids.size for ids in step.ids) * self.geometry.row_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        return self.bytes
+
+    pinned_bytes = held_bytes
+
+
+# ---------------------------------------------------------------- the CPU's placements, rows copied to the device
+
+
+class DeviceDramCopy(DramCopy):
+    """One copy of all rows."""
+
+    def pcie_bytes(self, step: Step) -> int:
+        return sum(ids.size for ids in step.ids) * self.geometry.row_bytes
+
+
+class DeviceSsdMmap(SsdMmap):
+    """Distinct rows and the list that expands them."""
+
+    def pcie_bytes(self, step: Step) -> int:
+        return sum(len(np.unique(ids)) * self.geometry.row_bytes + 8 * ids.size for ids in step.ids)
+
+
+class DeviceSsdPread(SsdPread):
+    """One copy of all rows."""
+
+    def pcie_bytes(self, step: Step) -> int:
+        return sum(ids.size for ids in step.ids) * self.geometry.row_bytes
+
+
+class DeviceSsdgram(Ssdgram):
+    """A store on the GPU: bf16 rows gathered from its slots."""
+
+    def __init__(self, geometry: Geometry, landing: DeviceLanding, paths: list[Path]) -> None:
+        super().__init__(geometry, landing, paths)
+        self._outs = [rows.view(landing.most, geometry.columns, geometry.row_dim) for rows in landing.rows]
+
+    def _rows(self, batch: Any, step: Step, layer: int) -> None:
+        batch.rows(self.geometry.layers[layer], out=self._outs[layer][:len(step)])
+
+    def pcie_bytes(self, step: Step) -> int:
+        """Whole bundles of every position, as if none were in HBM."""
+        return sum(ids.size for ids in step.ids) * self.geometry.row_bytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        if self.store is None or self.store._cuda is None:
+            return 0
+        return self.store._arena.size + self.store._cuda.pool.bytes
+
+
+def makers(manifest: Manifest, paths: list[Path], checkpoint: Path | None, most: int, name: str, stack: contextlib.ExitStack,
+           ) -> dict[str, Callable[[], Placement]]:
+    """How each placement is made; the pinned table is made once, by the first that wants it."""
+    geometry, device = manifest.geometry, torch.device(name)
+    landing = DeviceLanding(geometry, most, device)
+    made: list[PinnedTable] = []
+
+    def table() -> PinnedTable:
+        if not made:
+            begun = time.monotonic()
+            made.append(PinnedTable(manifest, paths))
+            stack.callback(made[0].close)
+            print(f"  pinned table of {made[0].bytes / GIB:.1f} GiB, {made[0].memory.huge_share:.0%} in huge pages: "
+                  f"{time.monotonic() - begun:.0f} s", flush=True)
+        return made[0]
+
+    def tensors() -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [(torch.from_numpy(codes), torch.from_numpy(scales)) for codes, scales in zip(table().codes, table().scales)]
+
+    def mapped_checkpoint() -> Path:
+        if checkpoint is None:
+            raise UnavailableError("the mapped checkpoint is not there: give --checkpoint, the folder that the store was converted from")
+        return checkpoint
+
+    return {
+        "hbm": lambda: Hbm(geometry, landing, [(codes.to(device), scales.to(device)) for codes, scales in tensors()], pinned=False),
+        "dram-uva": lambda: DramUva(geometry, landing, tensors(), pinned=True),
+        "dram-copy": lambda: DeviceDramCopy(geometry, landing, table()),
+        "ssd-mmap": lambda: DeviceSsdMmap(geometry, landing, mapped_checkpoint()),
+        "ssd-pread": lambda: DeviceSsdPread(geometry, landing, manifest, paths),
+        "ssdgram": lambda: DeviceSsdgram(geometry, landing, paths),
+    }

@@ -1,0 +1,211 @@
+"""What a run's result becomes: a table in the terminal, JSON, CSV. It computes nothing but the units that are shown."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Cell = dict[str, Any]
+PLACES = ["hbm", "dram-uva", "dram-copy", "ssd-mmap", "ssd-pread", "ssdgram"]
+STATES = ["cold", "mixed", "steady", "warm"]
+
+
+def us(value: float) -> str:
+    """A time in a readable unit, three figures."""
+    for limit, scale, unit in ((1e3, 1.0, "us"), (1e6, 1e3, "ms"), (float("inf"), 1e6, "s")):
+        if abs(value) < limit * 0.9995:
+            return f"{value / scale:.3g} {unit}"
+    return f"{value / 1e6:.3g} s"
+
+
+def ms(us: float) -> str:
+    """Microseconds as milliseconds, three figures."""
+    return f"{us / 1e3:.3g}" if us < 1e6 else f"{us / 1e3:.0f}"
+
+
+def count(value: float) -> str:
+    """A count: 12, 3.4k, 5.6M."""
+    for limit, scale, unit in ((1e3, 1.0, ""), (1e6, 1e3, "k"), (1e9, 1e6, "M"), (float("inf"), 1e9, "G")):
+        if abs(value) < limit * 0.9995:
+            return f"{value / scale:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def hits(cell: Cell) -> str:
+    """Hit rates by tier, orders 2/3/4, in percent."""
+    return "; ".join(f"{tier} " + "/".join(f"{100 * rate:.0f}" for _, rate in sorted(orders.items()))
+                     for tier, orders in cell["hit_rate"].items()) or "-"
+
+
+def table_of(result: dict[str, Any]) -> Table:
+    """The matrix, one line a cell."""
+    from rich.table import Table
+
+    table = Table(title="placement x warmness x batch", title_justify="left", caption_justify="left",
+                  caption="hits: share of a step's distinct bundles, by n-gram order; * unstable: the two passes' medians differ by 10 % "
+                          "or more")
+    for name in ("warmness", "batch", "placement"):
+        table.add_column(name, no_wrap=True)
+    for name in ("p50/p90/p99/max\nms", "rows/s", "hits, %\n2/3/4-gram", "reads", "bytes per\nuseful", "stall p50\nms", "CPU\nms",
+                 "faults\nmin/maj", "page cache, %\nbefore/after"):
+        table.add_column(name, justify="right", no_wrap=True)
+    before = None
+    for cell in sorted(result["cells"], key=_order):
+        row = (cell["warmness"], cell["kind"], cell["tokens"])
+        if before is not None and row != before:
+            table.add_section()
+        head = (cell["warmness"], f"{cell['kind']} {cell['tokens']}") if row != before else ("", "")
+        before = row
+        if cell["status"] != "ok":
+            table.add_row(*head, cell["placement"], f"[dim]{cell['status']}[/]")
+            continue
+        times = cell["lookup_us"]
+        mark = "" if cell["stable"] else " *"
+        table.add_row(*head, cell["placement"], "/".join(ms(times[name]) for name in ("p50", "p90", "p99", "max")) + mark,
+                      count(cell["rows_s"]), hits(cell), count(cell["reads"]), f"{cell['bytes_per_useful_byte']:.2f}",
+                      ms(cell["stall_us"]["p50"]), ms(1e6 * cell["cpu_s"]),
+                      f"{count(cell['minor_faults'])}/{count(cell['major_faults'])}",
+                      f"{100 * cell['cached_before']:.3g}/{100 * cell['cached_after']:.3g}")
+    return table
+
+
+def _order(cell: Cell) -> tuple[Any, ...]:
+    return STATES.index(cell["warmness"]), cell["kind"], cell["tokens"], PLACES.index(cell["placement"])
+
+
+def step_table(result: dict[str, Any]) -> Table:
+    """The step model, one line a loop."""
+    from rich.table import Table
+
+    step = result["step"]
+    needed = ", ".join(map(str, step["engram"]))
+    table = Table(title=f"step model: {step['layers']} layers, n-gram rows needed at {needed}", title_justify="left",
+                  caption_justify="left",
+                  caption="exposed: what a step takes longer than the layers alone; window: layers that would hide it")
+    for name in ("text", "batch", "placement", "prefetch"):
+        table.add_column(name, no_wrap=True)
+    for name in ("tokens/s", "ms a step\np50/p90/p99", "exposed, ms\np50/p99", "window\np50/p99", "hits, %", "reads/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    before = None
+    for row in sorted(step["rows"], key=_step_order):
+        place = (row["warmness"], row["kind"], row["tokens"])
+        if before is not None and place != before:
+            table.add_section()
+        head = (row["warmness"], f"{row['kind']} {row['tokens']}") if place != before else ("", "")
+        before = place
+        how = "on" if row["prefetch"] else "off"
+        if row["status"] != "ok":
+            table.add_row(*head, row["placement"], how, f"[dim]{row['status']}[/]")
+            continue
+        times, exposed, window = row["step_ms"], row["exposed_us"], row.get("window_layers")
+        table.add_row(*head, row["placement"], how, f"{row['tokens_s']:,.0f}" + ("" if row["stable"] else " *"),
+                      "/".join(f"{times[name]:.3g}" for name in ("p50", "p90", "p99")), f"{ms(exposed['p50'])}/{ms(exposed['p99'])}",
+                      f"{window['p50']}/{window['p99']}" if window else "",
+                      f"{100 * row['hit_rate_all']:.0f}" if "hit_rate_all" in row else "",
+                      count(row["reads_s"]) if "reads_s" in row else "")
+    return table
+
+
+def _step_order(row: Cell) -> tuple[Any, ...]:
+    return (row["kind"], STATES.index(row["warmness"]), row["tokens"], ["none", *PLACES].index(row["placement"]), not row["prefetch"])
+
+
+def bars_table(result: dict[str, Any]) -> Table:
+    """What the run is held to."""
+    from rich.table import Table
+
+    table = Table(title="bars", title_justify="left")
+    for name in ("what", "found", "bar", ""):
+        table.add_column(name, justify="right" if name == "found" else "left")
+    for bar in result["bars"]:
+        table.add_row(bar["what"], figure(bar["found"]), bar["bar"], verdict(bar["ok"]))
+    return table
+
+
+def figure(value: float | None) -> str:
+    """A ratio, or that there is none."""
+    return "-" if value is None else f"{value:.4g}"
+
+
+def verdict(ok: bool | None) -> str:
+    """ok, MISSED, or nothing to say."""
+    return "" if ok is None else "ok" if ok else "MISSED"
+
+
+def reasons(result: dict[str, Any]) -> list[str]:
+    """Why something was not run, refused or failed; each reason once, with where it applies."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for name, absent in result["not_run"].items():
+        found.setdefault((name, absent["status"], absent["why"]), [])
+    steps = [{**row, "kind": f"step model, {row['kind']}"} for row in (result["step"]["rows"] if result["step"] else [])]
+    for cell in [*sorted(result["cells"], key=_order), *steps]:
+        if cell["status"] != "ok":
+            found.setdefault((cell["placement"], cell["status"], cell["why"]), []).append(
+                f"{cell['warmness']} {cell['kind']} {cell['tokens']}")
+    return [f"{name} {status}{': ' if where else ''}{', '.join(where)}: {why}" for (name, status, why), where in found.items()]
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print the tables and the reasons."""
+    from rich.console import Console
+
+    console = Console()
+    if console.width < 150:
+        console = Console(width=170)
+    console.print(table_of(result))
+    if result["step"]:
+        console.print(step_table(result))
+    console.print(bars_table(result))
+    for line in reasons(result):
+        console.print(line, highlight=False)
+
+
+def write(result: dict[str, Any], out: Path) -> list[Path]:
+    """Write JSON, CSV, the plots as PNG and report.html into the folder; the paths. Without matplotlib: the first two."""
+    from ssdgram.bench.warmness import html
+
+    out.mkdir(parents=True, exist_ok=True)
+    paths = [out / "report.json", out / "cells.csv"]
+    paths[0].write_text(json.dumps(result, indent=1, default=str) + "\n")
+    write_csv(paths[1], result["cells"])
+    if result["step"]:
+        paths.append(out / "steps.csv")
+        write_csv(paths[-1], result["step"]["rows"])
+    try:
+        from ssdgram.bench.warmness import plots
+    except ModuleNotFoundError as error:
+        print(f"no plots and no HTML: {error} (pip install 'ssdgram[bench]')")
+        return paths
+    drawn = plots.draw(result)
+    for name, plot in drawn.items():
+        paths.append(out / f"{name}.png")
+        paths[-1].write_bytes(plot.png)
+    paths.append(out / "report.html")
+    paths[-1].write_text(html.page(result, drawn))
+    return paths
+
+
+def write_csv(path: Path, cells: list[Cell]) -> None:
+    """One line a cell; nested objects become columns with dots in their names."""
+    flat = [flatten(cell) for cell in cells]
+    names = list(dict.fromkeys(name for cell in flat for name in cell))
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, names, restval="")
+        writer.writeheader()
+        writer.writerows(flat)
+
+
+def flatten(cell: Cell, prefix: str = "") -> dict[str, Any]:
+    """Nested dicts to one level."""
+    flat: dict[str, Any] = {}
+    for name, value in cell.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = " ".join(map(str, value)) if isinstance(value, list) else value
+    return flat

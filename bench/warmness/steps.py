@@ -1,0 +1,304 @@
+"""The step model: a decode loop with stand-in compute for the layers, and the lookups of the n-gram layers in their places.
+
+    tokens known ─ layer 0 ─┬─ layers 1..13 ─┬─ layers 14..39 ─ next token        (40 layers, n-gram rows needed at 1 and 14)
+    prefetch on:  begin ────┴ take rows of 1 ┴ take rows of 14                      the lookup begins when the tokens are known
+    prefetch off:           └ fetch rows of 1 └ fetch rows of 14                    ... when the layer is reached
+
+A step's time is from its tokens to its end; what it takes longer than the stand-in alone is the exposed fetch. "Off", a store is
+asked at the first n-gram layer and brings both layers' rows. A prompt's chunk goes through the same loop for the time to first
+token. Placements take turns; the store's states are those of the matrix.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from ssdgram.bench.warmness import stand_in
+from ssdgram.bench.warmness.cells import BLOCKS, FRESH, UNSTABLE, Clock, Say, Turn, guarded
+from ssdgram.bench.warmness.meter import percentiles
+from ssdgram.bench.warmness.placements import Placement, Ssdgram
+from ssdgram.bench.warmness.sizes import PASSES, Sizes
+from ssdgram.bench.warmness.stand_in import ENGRAM, LAYERS, PREFILL_US_A_TOKEN, decode_us
+from ssdgram.bench.warmness.states import States, load
+from ssdgram.bench.warmness.text import Step, Text
+
+NONE = "none"                                                # the stand-in alone
+HIDDEN = 0.01                                                # of a step: what counts as hidden
+SHARES = (64, 32, 16, 8)                                     # DRAM budgets of the sweep: 1 / these of the table
+SWEEP_STREAMS = 64
+Key = tuple[str, str, str, int, bool]                        # placement, warmness, kind, tokens, prefetch
+
+
+@dataclass
+class Loop:
+    """What one placement did in one cell and pass of the step model."""
+
+    seconds: list[float] = field(default_factory=list)
+    accounts: list[dict[str, Any]] = field(default_factory=list)
+    turn: Turn = field(default_factory=Turn)                 # its status
+
+
+def one_step(placement: Placement | None, step: Step, compute: Any, prefetch: bool, layers: int = LAYERS,
+             engram: tuple[int, ...] = ENGRAM) -> float:
+    """Seconds of one step; None: the stand-in alone."""
+    compute.begin()
+    compute.run(engram[0])
+    begun = placement.begin(step) if placement is not None and prefetch else None
+    for k, (layer, following) in enumerate(zip(engram, (*engram[1:], layers))):
+        if placement is not None and prefetch:
+            placement.take(begun, step, k)
+        elif placement is not None:
+            if placement.on_host:
+                compute.reach()
+            begun = placement.fetch(begun, step, k)
+        compute.run(following - layer)
+    seconds: float = compute.finish()
+    if placement is not None and begun is not None:
+        placement.end(begun)
+    return seconds
+
+
+class StepModel:
+    """Runs the loops; `results()` gives what came of them."""
+
+    def __init__(self, placements: dict[str, Placement], states: States, text: Text, sizes: Sizes, clock: Clock, say: Say,
+                 *, share: float, one_read_us: float, layer_us: dict[int, float] | None = None,
+                 prefill_us: float = PREFILL_US_A_TOKEN) -> None:
+        self.placements, self.states, self.text, self.sizes, self.clock, self.say = placements, states, text, sizes, clock, say
+        self.layer_us, self.prefill_us = dict(layer_us or stand_in.DECODE_US), prefill_us
+        self.half, self.share, self.one_read_us = len(text) // 2, share, one_read_us         # share: the DRAM budget over the table
+        self._fresh = text.never_seen((len(text) - len(text) // FRESH, len(text)), (0, sizes.warm_tokens))
+        self._computes: dict[tuple[str, int], Any] = {}
+        self._loops: dict[Key, list[Loop]] = {}
+        self._steps: dict[tuple[str, str, int], list[Step]] = {}
+        self.sweep: list[dict[str, Any]] = []
+
+    # ------------------------------------------------------------ what a loop needs
+
+    def compute(self, kind: str, tokens: int) -> Any:
+        """The stand-in for steps of that kind, calibrated once."""
+        if (kind, tokens) not in self._computes:
+            layer_us = decode_us(tokens, self.layer_us) if kind == "decode" else self.prefill_us * tokens
+            if self.states.device == "cpu":
+                made: Any = stand_in.Sleeping(layer_us)
+            else:
+                made = stand_in.Multiplying(layer_us, tokens, self.states.device)
+                edges = (0, *ENGRAM, LAYERS)
+                made.ready([stop - start for start, stop in itertools.pairwise(edges)])
+            self._computes[kind, tokens] = made
+        return self._computes[kind, tokens]
+
+    def steps(self, warmness: str, kind: str, tokens: int) -> list[Step]:
+        """The same in both passes, with and without prefetch."""
+        key = (warmness, kind, tokens)
+        if key not in self._steps:
+            self._steps[key] = self._cut(warmness, kind, tokens)
+        return self._steps[key]
+
+    def _cut(self, warmness: str, kind: str, tokens: int) -> list[Step]:
+        text, count = self.text, self.sizes.step_count if kind == "decode" else 2
+        if kind == "prefill":
+            start = 0 if warmness == "warm" else self.half
+            return text.prefill((start, start + count * tokens), tokens, count)
+        if warmness == "warm":
+            return text.decode((0, self.sizes.warm_tokens), tokens, count)
+        if warmness == "steady":
+            start = self.half + 2 * self.sizes.prompt + sum(size for size in self.sizes.step_batches if size < tokens) * count
+            return text.decode((start, min(len(text), start + tokens * count)), tokens, count)
+        if warmness == "cold":
+            return text.scattered(self._fresh, tokens, min(count, 6))
+        steps, new, old = [], tokens - tokens // 2, tokens // 2
+        for k in range(min(count, len(self._fresh) // new)):
+            places = [*((k * old + i) % self.sizes.warm_tokens for i in range(old)), *self._fresh[k * new:(k + 1) * new].tolist()]
+            steps.append(text.step([(p, p + 1) for p in places]))
+        return steps
+
+    # ------------------------------------------------------------ running
+
+    def run(self, warmness: tuple[str, ...]) -> None:
+        """Both passes; then tokens/s against the DRAM budget."""
+        for number in range(PASSES):
+            begun = time.monotonic()
+            for state in warmness:
+                for tokens in self.sizes.step_batches:
+                    for prefetch in (True, False):
+                        self._together(state, "decode", tokens, prefetch, number)
+                self._together(state, "prefill", self.sizes.prompt, True, number)
+            self.say(f"step model, pass {number + 1}: {time.monotonic() - begun:.0f} s ({self.clock.spent_s:.0f} s since the start)")
+        ours = self.placements.get("ssdgram")
+        if "steady" in warmness and isinstance(ours, Ssdgram):
+            self._run_sweep(ours)
+
+    def _together(self, state: str, kind: str, tokens: int, prefetch: bool, number: int) -> None:
+        """All that take part in a cell, block by block in turn."""
+        loops = {NONE: Loop()} | {name: Loop() for name, placement in self.placements.items()
+                                  if name == "ssdgram" or state == "warm" or (state == "cold" and not placement.warm_only)}
+        for name, loop in loops.items():
+            self._loops.setdefault((name, state, kind, tokens, prefetch), []).append(loop)
+        if self.clock.late:
+            for loop in loops.values():
+                loop.turn.status, loop.turn.why = "not run", f"the time limit of {self.sizes.limit_s:.0f} s had passed"
+            return
+        whole = Turn()
+        with guarded(whole):
+            steps = self.steps(state, kind, tokens)
+            if not steps:
+                raise ValueError("the trace is too short for this")
+            compute = self.compute(kind, tokens)
+            self._prepare(state, steps, loops)
+            size = 1 if state == "cold" else max(1, -(-len(steps) // BLOCKS))
+            order = list(loops)
+            for k, first in enumerate(range(0, len(steps), size)):
+                for name in order[k % len(order):] + order[:k % len(order)]:
+                    self._block(name, state, kind, steps[first:first + size], compute, prefetch, loops[name])
+        ours = self.placements.get("ssdgram")
+        if isinstance(ours, Ssdgram) and ours.store is not None:
+            ours.store.close()
+            ours.store = None
+        if whole.status != "ok":
+            for loop in loops.values():
+                loop.turn.status, loop.turn.why = whole.status, whole.why
+
+    def _prepare(self, state: str, steps: list[Step], loops: dict[str, Loop]) -> None:
+        """The store of the state; files dropped, or read into the page cache."""
+        for name in loops:
+            placement = self.placements.get(name)
+            if placement is None:
+                continue
+            with guarded(loops[name].turn):
+                placement.prepare(steps)
+                if isinstance(placement, Ssdgram):
+                    spans = {"mixed": (0, self.sizes.warm_tokens), "warm": (0, self.sizes.warm_tokens), "steady": (0, self.half)}
+                    placement.store = self.states.after(spans[state]) if state in spans else self.states.cold()
+                    if state == "warm":
+                        load(placement.store, steps)
+                        missed = load(placement.store, steps)
+                        if missed:
+                            raise ValueError(f"{missed} bundles of the steps are not resident after loading")
+                elif not placement.warm_only and state == "warm":
+                    placement.load()
+                if state == "warm":                          # files: all of their pages; the others: buffers and kernels
+                    for step in steps[:1] if placement.warm_only else steps:
+                        placement.lookup(step)
+
+    def _block(self, name: str, state: str, kind: str, block: list[Step], compute: Any, prefetch: bool, loop: Loop) -> None:
+        placement = self.placements.get(name)
+        if loop.turn.status != "ok" or sum(loop.seconds) > self.sizes.budget_s:
+            return
+        with guarded(loop.turn):
+            if placement is not None and state == "cold":
+                if isinstance(placement, Ssdgram) and kind == "prefill" and loop.seconds:
+                    placement.opened.close()
+                    placement.store = None
+                    placement.store = self.states.cold()
+                placement.forget()
+            before = placement.snapshot() if placement is not None else None
+            loop.seconds += [one_step(placement, step, compute, prefetch) for step in block]
+            if placement is not None:
+                loop.accounts.append(placement.account(before, placement.snapshot(), block, 0, 0))
+
+    def _run_sweep(self, ours: Ssdgram) -> None:
+        """Steady tokens/s and hit rate of SSDGram with smaller budgets."""
+        steps, compute = self.steps("steady", "decode", SWEEP_STREAMS), self.compute("decode", SWEEP_STREAMS)
+        whole = self.states.dram
+        for share in SHARES:
+            if self.clock.late:
+                return
+            loop, dram = Loop(), whole * SHARES[-1] // share
+            with guarded(loop.turn):
+                ours.store = self.states.after((0, self.half), dram=dram)
+                try:
+                    self._block("ssdgram", "steady", "decode", steps, compute, True, loop)
+                finally:
+                    ours.store.close()
+                    ours.store = None
+            entry: dict[str, Any] = {"dram": dram, "share": self.share * SHARES[-1] / share, "status": loop.turn.status,
+                                     "why": loop.turn.why}
+            if loop.turn.status == "ok" and loop.seconds:
+                entry |= {"tokens_s": SWEEP_STREAMS * len(loop.seconds) / sum(loop.seconds), **_hits(loop.accounts)}
+            self.sweep.append(entry)
+
+    # ------------------------------------------------------------ results
+
+    def results(self) -> dict[str, Any]:
+        """The stand-ins, a row for each loop, the sweep, and the drive that steady text would need."""
+        rows = [self._result(key, loops) for key, loops in self._loops.items()]
+        computes = {f"{kind} {tokens}": {"layer_us": compute.layer_us, "kind": compute.kind}
+                    for (kind, tokens), compute in self._computes.items()}
+        result = {"layers": LAYERS, "engram": list(ENGRAM), "asked_layer_us": {str(k): v for k, v in self.layer_us.items()},
+                  "prefill_us_a_token": self.prefill_us, "stand_in": computes, "rows": rows, "sweep": self.sweep}
+        result["drive"] = [need for tokens in self.sizes.step_batches if (need := self._drive(rows, tokens)) is not None]
+        return result
+
+    def _result(self, key: Key, loops: list[Loop]) -> dict[str, Any]:
+        name, state, kind, tokens, prefetch = key
+        row: dict[str, Any] = {"placement": name, "warmness": state, "kind": kind, "tokens": tokens, "prefetch": prefetch}
+        good = [loop for loop in loops if loop.turn.status == "ok" and loop.seconds]
+        if len(good) < len(loops) or not good:
+            bad = next((loop.turn for loop in loops if loop.turn.status != "ok"), Turn(status="not run"))
+            return {**row, "status": bad.status, "why": bad.why}
+        seconds = [s for loop in good for s in loop.seconds]
+        medians = [percentiles(loop.seconds)["p50"] for loop in good]
+        alone = [s for loop in self._loops[NONE, state, kind, tokens, prefetch] for s in loop.seconds]
+        base = percentiles(alone)["p50"] if alone else float("nan")
+        exposed = percentiles([max(0.0, s - base) * 1e6 for s in seconds])
+        layer_us = self._computes[kind, tokens].layer_us
+        row |= {"status": "ok", "steps": len(seconds), "step_ms": {p: 1e3 * v for p, v in percentiles(seconds).items()},
+                "tokens_s": tokens * len(seconds) / sum(seconds), "alone_ms": 1e3 * base, "exposed_us": exposed,
+                "medians_ms": [1e3 * m for m in medians],
+                "stable": len(medians) > 1 and max(medians) < (1 + UNSTABLE) * min(medians)}
+        if not prefetch and name != NONE:
+            row["window_layers"] = {p: math.ceil(exposed[p] / layer_us) if exposed[p] > HIDDEN * 1e6 * base else 0 for p in ("p50", "p99")}
+        accounts = [account for loop in good for account in loop.accounts]
+        if any("bundles" in account for account in accounts):
+            row |= _hits(accounts)
+            row["reads"] = sum(account["reads"] for account in accounts) / len(seconds)
+            row["reads_s"] = row["reads"] * len(seconds) / sum(seconds)
+        return row
+
+    def _drive(self, rows: list[dict[str, Any]], tokens: int) -> dict[str, Any] | None:
+        """The reads/s at which a steady step, whose reads are known, would be as fast as dram-uva's, or hidden: by `drive_rate`."""
+        found = {(row["placement"], row["warmness"], row["prefetch"]): row for row in rows
+                 if row["kind"] == "decode" and row["tokens"] == tokens and row["status"] == "ok"}
+        steady, warm = found.get(("ssdgram", "steady", True)), found.get(("ssdgram", "warm", True))
+        if steady is None or warm is None:
+            return None
+        layer_s, one_read_s = self._computes["decode", tokens].layer_us / 1e6, self.one_read_us / 1e6
+        without = warm["exposed_us"]["mean"] / 1e6           # what is exposed without any read
+        need: dict[str, Any] = {"tokens": tokens, "reads_a_step": steady["reads"], "reads_s_seen": steady["reads_s"],
+                                "exposed_warm_us": warm["exposed_us"]["mean"], "exposed_steady_us": steady["exposed_us"]["mean"],
+                                "hidden": drive_rate(steady["reads"], one_read_s, layer_s, HIDDEN * steady["alone_ms"] / 1e3 - without)}
+        for name, prefetch in (("ahead", True), ("in_line", False)):
+            uva = found.get(("dram-uva", "warm", prefetch))
+            if uva is not None:
+                need[f"as_dram_uva_{name}"] = drive_rate(steady["reads"], one_read_s, layer_s, uva["exposed_us"]["mean"] / 1e6 - without)
+        return need
+
+
+def _hits(accounts: list[dict[str, Any]]) -> dict[str, float]:
+    asked = sum(account["bundles"] for account in accounts)
+    missed = sum(account["misses"] + account["joined"] for account in accounts)
+    return {"hit_rate_all": 1 - missed / asked if asked else float("nan")}
+
+
+def drive_rate(reads: float, one_read_s: float, layer_s: float, exposed_s: float,
+               engram: tuple[int, int] = (ENGRAM[0], ENGRAM[1])) -> float | None:
+    """Reads/s at which a step's reads expose it by `exposed_s`; None: no drive is fast enough.
+
+    The first n-gram layer's half of the reads comes first, then the other half; each is there one read's time after its turn.
+    """
+    def exposed(rate: float) -> float:
+        first = max(0.0, reads / 2 / rate + one_read_s - engram[0] * layer_s)
+        return first + max(0.0, reads / rate + one_read_s - engram[1] * layer_s - first)
+
+    low, high = 1.0, 1e12
+    if exposed_s < 0 or exposed(high) > exposed_s:
+        return None
+    while high / low > 1.001:
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if exposed(middle) <= exposed_s else (middle, high)
+    return high
