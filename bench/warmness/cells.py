@@ -67,6 +67,8 @@ class Turn:
     cached_before: float = 0.0
     cached_after: float = 0.0
     rss: int = 0
+    held: int = 0
+    pinned: int = 0
     why: str = ""                                            # refused, or failed
     status: str = "ok"
 
@@ -143,33 +145,33 @@ class Matrix:
     # ------------------------------------------------------------ running
 
     def run(self, warmness: tuple[str, ...]) -> None:
-        """Both passes over all rows of the states."""
-        for number in range(PASSES):
-            for state in warmness:
+        """Both passes over all rows of a state, then the next state: files are read into the page cache once."""
+        for state in warmness:
+            for number in range(PASSES):
                 begun = time.monotonic()
-                try:
-                    with self._state(state):
-                        for row in self.rows(state):
-                            self._row(row, number)
-                except Exception as error:                   # the report says it; the other states go on
-                    self._all_failed(state, number, error)
-                self.say(f"pass {number + 1}, {state}: {time.monotonic() - begun:.0f} s ({self.clock.spent_s:.0f} s since the start)")
+                whole = Turn()
+                with guarded(whole), self._state(state):
+                    for row in self.rows(state):
+                        self._row(row, number)
+                if whole.status != "ok":
+                    self._all_failed(state, number, whole)
+                self.say(f"{state}, pass {number + 1}: {time.monotonic() - begun:.0f} s ({self.clock.spent_s:.0f} s since the start)")
 
-    def _all_failed(self, state: str, number: int, error: Exception) -> None:
+    def _all_failed(self, state: str, number: int, whole: Turn) -> None:
         for row in self.rows(state):
             for name in self.placements:
                 turns = self._turns.setdefault((name, row), [])
                 if len(turns) <= number:
-                    turns.append(Turn(status="failed", why=f"{type(error).__name__}: {error}"))
+                    turns.append(Turn(status=whole.status, why=whole.why))
 
     @contextmanager
     def _state(self, state: str) -> Iterator[None]:
         """Files and store of a state; the store is closed at the end."""
         files = [placement for placement in self.placements.values() if not placement.warm_only]
         for placement in files:
-            placement.forget()
-        for placement in files if state == "warm" else []:
-            if not isinstance(placement, Ssdgram):
+            if state != "warm":
+                placement.forget()
+            elif not isinstance(placement, Ssdgram):
                 placement.load()
         ours = self.placements.get("ssdgram")
         if not isinstance(ours, Ssdgram):
@@ -268,7 +270,7 @@ class Matrix:
                           f"file system in memory, or in use by another process?")
 
     def _finish(self, row: Row, name: str, placement: Placement, turn: Turn) -> None:
-        turn.rss = resident_memory()
+        turn.rss, turn.held, turn.pinned = resident_memory(), placement.held_bytes, placement.pinned_bytes
         turn.cached_after = self._share(name, placement)
         if turn.status == "ok" and row.warmness == "warm" and any(a.get("misses", 0) + a.get("joined", 0) for a in turn.accounts):
             turn.status, turn.why = "refused", "bundles of a warm step were not resident when it came to it"
@@ -320,7 +322,8 @@ class Matrix:
             "voluntary_switches": spent.voluntary_switches / lookups, "involuntary_switches": spent.involuntary_switches / lookups,
             "drive_bytes": spent.drive_bytes / lookups,
             "pcie_bytes": sum(placement.pcie_bytes(step) for turn in good for step in turn.done) / lookups,
-            "held_bytes": placement.held_bytes, "pinned_bytes": placement.pinned_bytes, "rss": max(turn.rss for turn in good),
+            "held_bytes": max(turn.held for turn in good), "pinned_bytes": max(turn.pinned for turn in good),
+            "rss": max(turn.rss for turn in good),
             "cached_before": max(turn.cached_before for turn in good), "cached_after": max(turn.cached_after for turn in good),
         }
         if any("hit_rate_all" in account for account in accounts):

@@ -191,7 +191,9 @@ def _missing(result: dict[str, Any]) -> str:
     found = reasons(result)
     items = "".join(f"<li>{escape(line)}</li>" for line in found) or "<li>nothing</li>"
     checked = ", ".join(f"{escape(name)}: {escape(text)}" for name, text in result["checked"].items())
-    return f"<h2>Not run, refused, failed</h2><ul>{items}</ul><p>Rows compared with the store's on a step of each kind: {checked}.</p>"
+    kernel = f" Lookup kernel of hbm and dram-uva: {escape(result['lookup_kernel'])}." if result.get("lookup_kernel") else ""
+    return (f"<h2>Not run, refused, failed</h2><ul>{items}</ul><p>Rows compared with the store's on a step of each kind: {checked}."
+            f"{kernel}</p>")
 
 
 def _facts(result: dict[str, Any]) -> str:

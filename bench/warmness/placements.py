@@ -195,14 +195,15 @@ class HostTable:
         if self.bytes > MEMORY_SHARE * free:
             raise BudgetError(f"the table has {self.bytes / 2**30:.1f} GiB, {free / 2**30:.1f} GiB of memory are free: too little "
                               f"beside the page cache that the other placements need")
-        memory = self._memory(self.bytes)
+        parts = [rows * size for rows in geometry.rows_per_layer for size in (geometry.code_bytes, geometry.scale_bytes)]
+        memory = self._memory(sum(-(-part // PAGE_BYTES) * PAGE_BYTES for part in parts))
         self.codes: list[np.ndarray] = []
         self.scales: list[np.ndarray] = []
         start = 0
         for rows in geometry.rows_per_layer:
             for size, tables in ((geometry.code_bytes, self.codes), (geometry.scale_bytes, self.scales)):
                 tables.append(memory[start:start + rows * size].reshape(rows, size))
-                start += rows * size
+                start += -(-rows * size // PAGE_BYTES) * PAGE_BYTES              # kernels are slower on tables that begin anywhere
         with ThreadPoolExecutor(min(16, 2 * (os.cpu_count() or 1))) as pool:
             list(pool.map(lambda number: self._fill(manifest, paths[number], number), range(len(paths))))
         mapped.drop(paths)

@@ -16,7 +16,8 @@ from ssdgram.cache import sketch as cache_sketch
 from ssdgram.cache.directory import probe, set_of
 from ssdgram.cache.policy import insert, touch
 from ssdgram.geometry import Geometry
-from ssdgram.tools.trace import TokenTrace, bundles
+from ssdgram.tools.trace import Trace
+from ssdgram.tools.trace_shapes import decode, requests
 
 STREAMS = 64
 
@@ -35,12 +36,13 @@ def replay_by_group(directory, sketch, x, groups, hits):  # type: ignore[no-unty
             insert(directory, sketch, s, x[i], groups[i], i)
 
 
-def curve(trace: TokenTrace, geometry: Geometry, token_map: np.ndarray | None, bundle_bytes: int, streams: int = STREAMS) -> dict[str, Any]:
+def curve(trace: Trace, geometry: Geometry, token_map: np.ndarray | None, bundle_bytes: int, streams: int = STREAMS) -> dict[str, Any]:
     """{streams, requests, distinct, points: [{bundles, bytes, hit_rate: {order: rate}}]}, sizes from 1/256 of the distinct bundles up.
 
     `bytes` is what that many bundles of every layer take.
     """
-    x, groups = bundles(trace, geometry, token_map, streams)
+    asked_for = requests(decode(trace, streams, geometry.max_ngram - 1), geometry, token_map)
+    x, groups = asked_for.x, asked_for.groups
     distinct = sum(len(np.unique(x[groups == group])) for group in range(geometry.orders))
     points = []
     asked = np.bincount(groups, minlength=geometry.orders)

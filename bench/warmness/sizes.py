@@ -47,6 +47,6 @@ PRESETS = {
                    budget_s=0.5, longest_s=6.0, step_batches=(64, 256), step_count=10, prompt=2048, limit_s=150),
     "cpu": Sizes("cpu", rows=500_000, trace_tokens=98_304, warm_tokens=16_384, decode=(1, 16, 64, 256), prefill=(512, 2048, 8192),
                  budget_s=1.0, longest_s=12.0, step_batches=(64, 256), step_count=16, prompt=2048, limit_s=400),
-    "gpu": Sizes("gpu", rows=1_000_000, trace_tokens=163_840, warm_tokens=32_768, decode=(1, 16, 64, 256), prefill=(512, 2048, 8192),
-                 budget_s=0.8, longest_s=12.0, step_batches=(64, 256), step_count=40, prompt=2048, limit_s=400),
+    "gpu": Sizes("gpu", rows=800_000, trace_tokens=163_840, warm_tokens=32_768, decode=(1, 16, 64, 256), prefill=(512, 2048, 8192),
+                 budget_s=0.8, longest_s=12.0, step_batches=(64, 256), step_count=40, prompt=2048, limit_s=430),
 }

@@ -21,7 +21,7 @@ from ssdgram.bench.warmness import stand_in
 from ssdgram.bench.warmness.cells import BLOCKS, FRESH, UNSTABLE, Clock, Say, Turn, guarded
 from ssdgram.bench.warmness.meter import percentiles
 from ssdgram.bench.warmness.placements import Placement, Ssdgram
-from ssdgram.bench.warmness.sizes import PASSES, Sizes
+from ssdgram.bench.warmness.sizes import PASSES, WARMNESS, Sizes
 from ssdgram.bench.warmness.stand_in import ENGRAM, LAYERS, PREFILL_US_A_TOKEN, decode_us
 from ssdgram.bench.warmness.states import States, load
 from ssdgram.bench.warmness.text import Step, Text
@@ -100,7 +100,7 @@ class StepModel:
         return self._steps[key]
 
     def _cut(self, warmness: str, kind: str, tokens: int) -> list[Step]:
-        text, count = self.text, self.sizes.step_count if kind == "decode" else 2
+        text, count = self.text, self.sizes.step_count if kind == "decode" else 1 if warmness == "cold" else 2
         if kind == "prefill":
             start = 0 if warmness == "warm" else self.half
             return text.prefill((start, start + count * tokens), tokens, count)
@@ -120,15 +120,19 @@ class StepModel:
     # ------------------------------------------------------------ running
 
     def run(self, warmness: tuple[str, ...]) -> None:
-        """Both passes; then tokens/s against the DRAM budget."""
-        for number in range(PASSES):
+        """Both passes of a state, then the next state, warm first: the files are in the page cache; then the budgets.
+
+        Without prefetch: warm and steady alone.
+        """
+        for state in sorted(warmness, key=WARMNESS.index, reverse=True):
             begun = time.monotonic()
-            for state in warmness:
+            for number in range(PASSES):
                 for tokens in self.sizes.step_batches:
-                    for prefetch in (True, False):
+                    for prefetch in (True, False) if state in ("warm", "steady") else (True,):
                         self._together(state, "decode", tokens, prefetch, number)
                 self._together(state, "prefill", self.sizes.prompt, True, number)
-            self.say(f"step model, pass {number + 1}: {time.monotonic() - begun:.0f} s ({self.clock.spent_s:.0f} s since the start)")
+                self._close_store()
+            self.say(f"step model, {state}: {time.monotonic() - begun:.0f} s ({self.clock.spent_s:.0f} s since the start)")
         ours = self.placements.get("ssdgram")
         if "steady" in warmness and isinstance(ours, Ssdgram):
             self._run_sweep(ours)
@@ -155,13 +159,17 @@ class StepModel:
             for k, first in enumerate(range(0, len(steps), size)):
                 for name in order[k % len(order):] + order[:k % len(order)]:
                     self._block(name, state, kind, steps[first:first + size], compute, prefetch, loops[name])
-        ours = self.placements.get("ssdgram")
-        if isinstance(ours, Ssdgram) and ours.store is not None:
-            ours.store.close()
-            ours.store = None
+        if state != "warm":                                  # a warm store stays as it is, the others do not
+            self._close_store()
         if whole.status != "ok":
             for loop in loops.values():
                 loop.turn.status, loop.turn.why = whole.status, whole.why
+
+    def _close_store(self) -> None:
+        ours = self.placements.get("ssdgram")
+        if isinstance(ours, Ssdgram) and ours.store is not None:
+            store, ours.store = ours.store, None
+            store.close()
 
     def _prepare(self, state: str, steps: list[Step], loops: dict[str, Loop]) -> None:
         """The store of the state; files dropped, or read into the page cache."""
@@ -173,7 +181,8 @@ class StepModel:
                 placement.prepare(steps)
                 if isinstance(placement, Ssdgram):
                     spans = {"mixed": (0, self.sizes.warm_tokens), "warm": (0, self.sizes.warm_tokens), "steady": (0, self.half)}
-                    placement.store = self.states.after(spans[state]) if state in spans else self.states.cold()
+                    if placement.store is None:
+                        placement.store = self.states.after(spans[state]) if state in spans else self.states.cold()
                     if state == "warm":
                         load(placement.store, steps)
                         missed = load(placement.store, steps)
@@ -191,10 +200,6 @@ class StepModel:
             return
         with guarded(loop.turn):
             if placement is not None and state == "cold":
-                if isinstance(placement, Ssdgram) and kind == "prefill" and loop.seconds:
-                    placement.opened.close()
-                    placement.store = None
-                    placement.store = self.states.cold()
                 placement.forget()
             before = placement.snapshot() if placement is not None else None
             loop.seconds += [one_step(placement, step, compute, prefetch) for step in block]

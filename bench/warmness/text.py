@@ -7,7 +7,6 @@ Invariant: no position is measured twice within a cell, and text that only repea
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceType
@@ -17,28 +16,18 @@ from typing import Any
 
 import numpy as np
 
-from ssdgram.errors import ConfigError, UnavailableError
+from ssdgram.errors import ConfigError, TokenError, UnavailableError
 from ssdgram.geometry import Geometry
-from ssdgram.kernels.hash import OUTPUT, PARTICIPATES, STARTS, ngram_keys, rows_of_keys
+from ssdgram.kernels.hash import OUTPUT, PARTICIPATES, STARTS, check_tokens, ngram_keys, rows_of_keys
 from ssdgram.sequence import Sequence
 from ssdgram.tools.text import SHORTEST, Document, documents, sources
-from ssdgram.tools.trace import TokenTrace, build
+from ssdgram.tools.trace import NO_PART, Trace
+from ssdgram.tools.trace_build import build
 
 WINDOW = 16                                                  # tokens in a row that count as a repetition ...
-FILLER = 0.5                                                 # ... and the share of them that makes a trace filler
+FILLER = 0.4                                                 # ... and the share of them that makes a trace filler
 NEAR = ("stdlib", "include", "doc", "man")                   # sources that are quick to look through
 Span = tuple[int, int]                                       # positions [start, stop) of the trace
-
-
-class Flat(Sequence):
-    """Any number of sequences in flat form, made by the caller: what an engine that keeps its streams in arrays would hand over."""
-
-    __slots__ = ()
-
-    def __init__(self, tokens: np.ndarray, flags: np.ndarray) -> None:
-        self.device_tokens, self.lookback_length, self._wide = None, 0, {}
-        self.flat_tokens, self.flat_flags = tokens, flags
-        self._length = int(np.count_nonzero(flags & OUTPUT))
 
 
 @dataclass(frozen=True)
@@ -46,7 +35,7 @@ class Step:
     """What one lookup asks for. `ids`: for each layer the rows in its table, int64 [T, columns]."""
 
     spans: tuple[Span, ...]
-    sequence: Flat
+    sequence: Sequence
     ids: tuple[np.ndarray, ...]
 
     def __len__(self) -> int:
@@ -54,12 +43,19 @@ class Step:
 
 
 class Text:
-    """A trace with the geometry that hashes it. `digest`: SHA-256 of its tokens and document starts."""
+    """A trace of documents with the geometry that hashes it. `digest`: its SHA-256."""
 
-    def __init__(self, trace: TokenTrace, geometry: Geometry, token_map: np.ndarray | None, *, force_filler: bool = False) -> None:
-        self.tokens, self.starts, self.about = trace.tokens, trace.starts, trace.about
-        self.geometry, self._table = geometry, geometry.checked_map(token_map)
-        self.digest = hashlib.sha256(self.tokens.tobytes() + self.starts.tobytes()).hexdigest()
+    def __init__(self, trace: Trace, geometry: Geometry, token_map: np.ndarray | None, *, force_filler: bool = False) -> None:
+        if trace.kind != "tokens" or trace.batches is not None or bool((trace.tokens == NO_PART).any()):
+            raise ConfigError("the trace is a recording, or one of keys: steps of any size are cut from documents; build one with "
+                              "`ssdgram trace build`")
+        self.trace, self.tokens, self.starts, self.about = trace, trace.tokens, trace.starts, trace.about
+        self.geometry, self.token_map, self._table = geometry, token_map, geometry.checked_map(token_map)
+        bad = check_tokens(trace.tokens, np.full(len(trace.tokens), PARTICIPATES, np.uint8), geometry.vocabulary(self._table))
+        if bad >= 0:
+            raise TokenError(f"token {bad} of the trace is {trace.tokens[bad]}: expected 0 .. {geometry.vocabulary(self._table) - 1}; the "
+                             f"trace was made with another tokenizer")
+        self.digest = trace.sha256
         self.repeated = repeated_share(self.tokens)
         self.filler = self.repeated > FILLER
         if self.filler and not force_filler:
@@ -91,7 +87,7 @@ class Text:
                            geometry.fill(self._table), keys)
         ids = np.empty((count, layers, geometry.columns), np.int64)
         rows_of_keys(keys[:count], geometry.prime_array, geometry.offset_array, ids)
-        return Step(tuple(spans), Flat(flat_tokens, flat_flags), tuple(np.ascontiguousarray(ids[:, k]) for k in range(layers)))
+        return Step(tuple(spans), Sequence.of_flat(flat_tokens, flat_flags), tuple(np.ascontiguousarray(ids[:, k]) for k in range(layers)))
 
     def decode(self, span: Span, streams: int, steps: int) -> list[Step]:
         """At most `steps` steps of `streams` streams that each walk through a part of the span of their own."""
@@ -138,7 +134,7 @@ def repeated_share(tokens: np.ndarray) -> float:
     return 1.0 - len(np.unique(value)) / len(value)
 
 
-def real_text(tokenizer: Path, limit: int) -> TokenTrace:
+def real_text(tokenizer: Path, limit: int) -> Trace:
     """`limit` tokens of code and prose that this machine has on disk, a document of each in turn: the standard library and the
     system's documentation, everything else only if that is not enough (installed packages take long to look through)."""
     trace = build(tokenizer, _in_turn(NEAR), limit)
@@ -158,10 +154,10 @@ def _in_turn(wanted: tuple[str, ...] | None) -> Iterator[Document]:
         yield from (document for document in turn if document is not None and len(document.text) >= SHORTEST)
 
 
-def cut(trace: TokenTrace, limit: int) -> TokenTrace:
+def cut(trace: Trace, limit: int) -> Trace:
     """The first `limit` tokens of a trace."""
     if len(trace.tokens) <= limit:
         return trace
     starts = np.append(trace.starts[trace.starts < limit], limit)
     about: dict[str, Any] = {**trace.about, "tokens": limit, "cut_from": len(trace.tokens)}
-    return TokenTrace(trace.tokens[:limit].copy(), starts, about)
+    return Trace.of_documents(trace.tokens[:limit].copy(), starts, about)

@@ -1,0 +1,348 @@
+"""bench warmness in miniature: what is refused, what is equal, what is written. No times are judged."""
+
+import json
+import mmap
+import os
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from ssdgram.bench.material import Material, make
+from ssdgram.bench.warmness import bars, cells, meter, report, sizes, stand_in, steps, text
+from ssdgram.bench.warmness.run import Options, run
+from ssdgram.cli import main
+from ssdgram.errors import ConfigError
+from ssdgram.layout.files import load_token_map
+from ssdgram.layout.manifest import Manifest
+from ssdgram.tools.text import Document
+from ssdgram.tools.trace import Trace
+from ssdgram.tools.trace_build import build
+
+SMALL = sizes.Sizes("test", rows=1_000, trace_tokens=2_048, warm_tokens=512, decode=(1, 8), prefill=(64,), budget_s=0.05, longest_s=60,
+                    step_batches=(8,), step_count=2, prompt=64, limit_s=1000)
+WORDS = ["for", "each", "row", "of", "the", "table", "in", "turn", "a", "reader", "says", "where", "it", "lies", "and", "which", "page"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return make(Material(tmp_path_factory.mktemp("warmness"), 1_000))
+
+
+@pytest.fixture(scope="module")
+def trace(made):
+    random = np.random.default_rng(0)
+    numbers = [str(n) for n in random.integers(0, 10_000, 400)]
+    words = [[random.choice(WORDS + numbers) for _ in range(600)] for _ in range(4)]
+    return build(made.tokenizer, [Document(f"test/{k}", " ".join(chosen)) for k, chosen in enumerate(words)], 2_048)
+
+
+@pytest.fixture(scope="module")
+def cut(made, trace):
+    manifest = Manifest.load(made.out)
+    return text.Text(trace, manifest.geometry, load_token_map(made.out, manifest))
+
+
+@pytest.fixture(scope="module")
+def result(made, trace, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    trace.save(folder / "text.trace")
+    options = Options(folder=folder / "work", sizes=SMALL, store=made.out, checkpoint=made.checkpoint, trace=folder / "text.trace",
+                      dram=64 << 20)
+    lines = []
+    found = run(options, say=lines.append)
+    assert not list((folder / "work").iterdir())             # hot sets are gone
+    return found
+
+
+# ---------------------------------------------------------------- the text
+
+
+def test_filler_is_refused_unless_forced_and_then_labelled(made, trace):
+    manifest = Manifest.load(made.out)
+    token_map = load_token_map(made.out, manifest)
+    once = trace.tokens[:500]
+    for tokens in (np.tile(once, 4), np.full(2_000, 7, np.int32)):
+        filler = Trace.of_documents(tokens.astype(np.int32), np.array([0, len(tokens)]), {})
+        with pytest.raises(ConfigError, match="filler, not text"):
+            text.Text(filler, manifest.geometry, token_map)
+        assert text.Text(filler, manifest.geometry, token_map, force_filler=True).filler
+
+
+def test_real_text_is_no_filler(cut):
+    assert not cut.filler and cut.repeated < 0.1
+
+
+def test_repeated_share_counts_windows_seen_before():
+    tokens = np.arange(200, dtype=np.int32)
+    assert text.repeated_share(tokens) == 0
+    doubled = np.concatenate([tokens, tokens])
+    assert text.repeated_share(doubled) == pytest.approx(185 / 385)
+    assert text.repeated_share(tokens[:20]) == 0
+
+
+def test_a_step_has_the_ids_of_its_positions_in_their_documents(cut, trace):
+    boundary = int(trace.starts[1])
+    for spans in ([(5, 9)], [(boundary - 2, boundary + 3)], [(7, 8), (boundary, boundary + 1), (boundary + 2, boundary + 3)]):
+        step = cut.step(spans)
+        wanted = []
+        for start, stop in spans:
+            for position in range(start, stop):
+                first = int(trace.starts[np.searchsorted(trace.starts, position, side="right") - 1])
+                lookback = trace.tokens[max(first, position - 3):position]
+                wanted.append(cut.geometry.row_ids(trace.tokens[position:position + 1], cut.token_map, lookback=lookback)[0])
+        assert len(step) == len(wanted)
+        for layer, ids in enumerate(step.ids):
+            np.testing.assert_array_equal(ids, np.array(wanted)[:, layer])
+
+
+def test_decode_steps_walk_streams_of_their_own_and_never_repeat_a_position(cut):
+    found = cut.decode((0, 512), 8, 1_000)
+    places = [span for step in found for span in step.spans]
+    assert len(found) == 64 and len(set(places)) == len(places) == 512
+    assert [step.spans[3] for step in found[:2]] == [(192, 193), (193, 194)]
+
+
+def test_never_seen_positions_share_no_bundle_with_each_other_or_with_what_is_known(cut):
+    positions = cut.never_seen((1_024, 2_048), (0, 512))
+    known = {tuple(row) for row in cut.step([(0, 512)]).ids[0][:, :8]}
+    rows = [tuple(row) for row in cut.step([(int(p), int(p) + 1) for p in positions]).ids[0][:, :8]]
+    assert len(set(rows)) == len(rows) > 50 and not known & set(rows)
+
+
+# ---------------------------------------------------------------- figures
+
+
+def test_percentiles_of_known_values():
+    found = meter.percentiles(range(1, 102))
+    assert found == {"p50": 51, "p90": 91, "p99": 100, "max": 101, "mean": 51}
+
+
+def test_counters_see_processor_time_and_faults():
+    before = meter.counters()
+    with mmap.mmap(-1, 1 << 21) as memory:
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+        for place in range(0, 1 << 21, mmap.PAGESIZE):
+            memory[place] = 1
+    while meter.counters().cpu_s - before.cpu_s < 0.02:
+        pass
+    spent = meter.counters() - before
+    assert spent.cpu_s >= 0.02 and spent.minor_faults >= (1 << 21) // mmap.PAGESIZE
+    assert (spent + spent).minor_faults == 2 * spent.minor_faults
+
+
+def test_cached_bytes_counts_what_the_kernel_holds(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(os.urandom(1 << 16))
+    assert meter.cached_bytes([path, path]) == 2 << 16
+
+
+def test_two_passes_whose_medians_differ_are_unstable(cut):
+    matrix = object.__new__(cells.Matrix)
+    matrix.text, matrix.placements = cut, {"x": cells.Placement(cut.geometry, None)}
+    row, step = cells.Row("warm", "decode", 1), cut.step([(4, 5)])
+    for second, stable in ((109.0, True), (111.0, False)):
+        turns = [cells.Turn(times_us=[us] * 3, stalls_us=[us] * 3, done=[step] * 3,
+                            accounts=[{"hit_rate": {}, "reads": 2, "bytes_read": 8192}]) for us in (100.0, second)]
+        cell = matrix._cell("x", row, turns)
+        assert cell["stable"] is stable and cell["medians_us"] == [100.0, second] and cell["lookups"] == 6
+        assert cell["reads"] == pytest.approx(4 / 6) and cell["bytes_per_useful_byte"] == pytest.approx(16384 / 6 / (48 * 264))
+    turns[1].status, turns[1].why = "failed", "a reason"
+    assert matrix._cell("x", row, turns) == {"placement": "x", "warmness": "warm", "kind": "decode", "tokens": 1, "status": "failed",
+                                             "why": "a reason"}
+
+
+def test_the_drive_that_steady_text_needs():
+    # 1000 reads a step, 500 for the first layer in one layer's 1 ms: 0.5 ms of exposure leave it 1.5 ms
+    assert steps.drive_rate(1000, 0.0, 1e-3, 0.5e-3) == pytest.approx(500 / 1.5e-3, rel=0.01)
+    # plenty of time for the first layer: the second layer's 14 ms decide
+    assert steps.drive_rate(1000, 0.0, 1e-3, 1.0) == pytest.approx(1000 / 1.014, rel=0.01)
+    assert steps.drive_rate(1000, 2e-3, 1e-3, 0.5e-3) is None and steps.drive_rate(1000, 0.0, 1e-3, -1e-6) is None
+
+
+def test_layer_times_between_the_tables_entries():
+    assert stand_in.decode_us(64) == 250 and stand_in.decode_us(40) == 215 and stand_in.decode_us(1000) == 400
+    assert stand_in.decode_us(7, {4: 100.0}) == 100
+
+
+class Clock:
+    """A clock that only sleeping moves."""
+
+    now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+def test_the_imagined_device_runs_what_is_launched_and_waits_for_what_is_not(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(stand_in, "time", clock)
+    compute = stand_in.Sleeping(1_000)
+    compute.begin()
+    compute.run(3)
+    clock.now += 1e-3                                        # the caller does something else meanwhile
+    compute.run(1)
+    assert compute.finish() == pytest.approx(4e-3)
+    clock.now += 1e-2                                        # the device idles
+    compute.run(1)
+    assert compute.finish() == pytest.approx(4e-3 + 1e-2 + 1e-3)
+
+    class Slow:
+        on_host = True
+
+        def begin(self, step):
+            return "begun"
+
+        def take(self, begun, step, layer):
+            clock.sleep(2e-3)
+
+        def fetch(self, begun, step, layer):
+            clock.sleep(2e-3)
+
+        def end(self, begun):
+            assert begun == "begun"
+
+    assert steps.one_step(None, None, compute, True) == pytest.approx(40e-3)
+    assert steps.one_step(Slow(), None, compute, False) == pytest.approx(44e-3)           # both fetches stick out
+    assert steps.one_step(Slow(), None, compute, True) == pytest.approx(41e-3)            # one layer hides half of the first, 13 the second
+
+
+# ---------------------------------------------------------------- a run
+
+
+def test_every_cpu_placement_is_measured_and_the_others_are_said_not_to_be(result):
+    assert result["checked"] == {"ssdgram": "equal", "dram-copy": "equal", "ssd-mmap": "equal", "ssd-pread": "equal"}
+    assert set(result["not_run"]) == {"hbm", "dram-uva"} and all("GPU" in entry["why"] for entry in result["not_run"].values())
+    measured = {(cell["placement"], cell["warmness"], cell["tokens"]) for cell in result["cells"] if cell["status"] == "ok"}
+    for warmness in sizes.WARMNESS:
+        assert {("ssdgram", warmness, tokens) for tokens in (1, 8, 64)} <= measured, [c for c in result["cells"] if c["status"] != "ok"]
+    assert {("ssd-mmap", "cold", 64), ("ssd-pread", "cold", 64), ("ssd-pread", "warm", 8), ("dram-copy", "steady", 64)} <= measured
+
+
+def test_warm_and_cold_are_what_they_say(result):
+    for cell in result["cells"]:
+        if cell["placement"] != "ssdgram" or cell["status"] != "ok":
+            continue
+        if cell["warmness"] == "warm":
+            assert cell["hit_rate_all"] == 1 and cell["reads"] == 0 and set(cell["hit_rate"]["dram"].values()) == {1.0}
+        if cell["warmness"] == "cold":
+            assert cell["hit_rate_all"] == 0 and cell["reads"] > 0 and cell["cached_before"] <= cells.COLD_SHARE
+        if cell["warmness"] == "mixed" and cell["kind"] == "decode" and cell["tokens"] == 8:
+            assert 0.3 < cell["hit_rate_all"] < 0.6          # half of the positions, less what a step asks for twice
+        assert set(meter.PERCENTILES) < set(cell["lookup_us"]) and cell["cpu_s"] > 0 and cell["rss"] > 0
+
+
+def test_the_step_model_has_every_state_and_a_window(result):
+    rows = {(row["placement"], row["warmness"], row["kind"], row["prefetch"]): row for row in result["step"]["rows"]}
+    for warmness in sizes.WARMNESS:
+        row = rows["ssdgram", warmness, "decode", True]
+        assert row["status"] == "ok" and 0 < row["tokens_s"] <= 8 / (40 * stand_in.decode_us(8) / 1e6) * 1.001
+        assert ("ssdgram", warmness, "decode", False) in rows or warmness in ("cold", "mixed")
+    assert 0 <= rows["ssdgram", "warm", "decode", False]["window_layers"]["p50"]
+    assert rows["none", "warm", "decode", True]["step_ms"]["p50"] == pytest.approx(40 * stand_in.decode_us(8) / 1e3, rel=0.05)
+    assert result["step"]["asked_layer_us"] == {"1": 150.0, "16": 180.0, "64": 250.0, "256": 400.0}
+
+
+def test_a_file_system_in_memory_is_not_cold(made, cut, tmp_path, monkeypatch):
+    monkeypatch.setattr(cells, "cached_bytes", lambda paths: sum(path.stat().st_size for path in paths) // 50)
+    options = Options(folder=tmp_path / "work", sizes=SMALL, store=made.out, checkpoint=made.checkpoint, trace=tmp_path / "t",
+                      dram=64 << 20, placements=("ssd-pread", "ssdgram"), warmness=("cold",), step=False)
+    cut.trace.save(tmp_path / "t")
+    found = run(options, say=lambda line: None)
+    assert {cell["status"] for cell in found["cells"]} == {"refused"}
+    assert all("2.0% of the files are in the page cache, which is not cold" in cell["why"] for cell in found["cells"])
+
+
+def test_a_placement_that_fails_says_so_and_the_others_go_on(made, cut, tmp_path, monkeypatch):
+    def broken(self, step, layer):
+        raise ZeroDivisionError("of all things")
+
+    monkeypatch.setattr("ssdgram.bench.warmness.placements.SsdPread._read", lambda *arguments: broken(*arguments[:3]))
+    cut.trace.save(tmp_path / "t")
+    options = Options(folder=tmp_path / "work", sizes=SMALL, store=made.out, trace=tmp_path / "t", dram=64 << 20,
+                      placements=("ssd-mmap", "ssd-pread", "ssdgram"), warmness=("warm",), step=False)
+    found = run(options, say=lambda line: None)
+    assert "give --checkpoint" in found["not_run"]["ssd-mmap"]["why"]
+    assert found["not_run"]["ssd-pread"] == {"status": "failed", "why": "ZeroDivisionError: of all things"}
+    assert {cell["status"] for cell in found["cells"] if cell["placement"] == "ssdgram"} == {"ok"}
+
+
+# ---------------------------------------------------------------- what is written
+
+
+class Resources(HTMLParser):
+    """Every attribute of a page that could fetch something, and the tags that could."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def handle_starttag(self, tag, attributes):
+        if tag in ("script", "link", "iframe", "object", "embed", "base"):
+            self.found.append(tag)
+        for name, value in attributes:
+            if name in ("src", "href", "xlink:href", "data", "action", "srcset", "poster") and not (value or "").startswith("#"):
+                self.found.append((tag, name, value))
+
+
+def test_the_report_needs_nothing_but_itself(result, tmp_path):
+    pytest.importorskip("matplotlib")
+    paths = {path.name for path in report.write(result, tmp_path)}
+    assert {"report.json", "cells.csv", "steps.csv", "report.html", "latency.png", "throughput.png", "hit_rate.png", "tokens.png",
+            "budget.png"} == paths
+    page = (tmp_path / "report.html").read_text()
+    resources = Resources()
+    resources.feed(page)
+    assert not resources.found and "@import" not in page and not re.search(r"url\((?!#)", page)
+    assert page.count("<svg") == 5 and result["trace"]["digest"][:16] in page
+    for name, value in result["facts"].items():
+        assert name in page and str(value) in page
+    ids = re.findall(r'\bid="([^"]+)"', page)
+    assert len(ids) == len(set(ids))
+    assert json.loads((tmp_path / "report.json").read_text())["cells"] == json.loads(json.dumps(result["cells"]))
+    assert len((tmp_path / "cells.csv").read_text().splitlines()) == len(result["cells"]) + 1
+
+
+def test_names_from_outside_are_escaped(result):
+    from ssdgram.bench.warmness import html
+
+    page = html.page({**result, "facts": {**result["facts"], "cpu": "<script>x</script>"}}, {})
+    assert "<script>" not in page and "&lt;script&gt;" in page
+
+
+def test_bars_without_a_gpu_are_untested_not_met(result):
+    found = {bar["what"]: bar for bar in bars.bars(result)}
+    assert all(bar["ok"] is None for what, bar in found.items() if "hbm" in what or "dram-uva" in what)
+
+
+def test_bars_compare_what_they_say():
+    def cell(placement, warmness, rows_s):
+        return {"status": "ok", "placement": placement, "warmness": warmness, "kind": "prefill", "tokens": 2048, "rows_s": rows_s,
+                "stable": True}
+
+    def loop(placement, prefetch, tokens_s):
+        return {"status": "ok", "placement": placement, "warmness": "warm", "kind": "decode", "tokens": 64, "prefetch": prefetch,
+                "tokens_s": tokens_s, "stable": False}
+
+    made = {"cells": [cell("ssdgram", "cold", 500.0), cell("ssd-mmap", "cold", 100.0), cell("ssdgram", "warm", 999.0),
+                      cell("ssd-mmap", "warm", 100.0)],
+            "step": {"rows": [loop("ssdgram", True, 98.9), loop("hbm", True, 100.0), loop("dram-uva", True, 98.9),
+                              loop("dram-uva", False, 98.0)]},
+            "budget": {"share": 0.125}}
+    assert [bar["ok"] for bar in bars.bars(made)] == [True, False, False, False, True, None, None, None, None]
+    made["budget"]["share"] = 0.2
+    assert [bar["ok"] for bar in bars.bars(made)][2:5] == [None] * 3
+
+
+def test_the_command_refuses_what_it_does_not_know():
+    runner = CliRunner()
+    for arguments, text_of_error in ((["--placement", "tape"], "tape: there are hbm"), (["--decode", "0"], "expected numbers from 1"),
+                                     (["--layer-us", "64"], "expected STREAMS=MICROSECONDS")):
+        done = runner.invoke(main, ["bench", "warmness", "--quick", *arguments])
+        assert done.exit_code == 2 and text_of_error in done.output
+    assert "warmness" in runner.invoke(main, ["bench", "--help"]).output
