@@ -159,3 +159,10 @@ def test_a_trace_of_another_tokenizer_is_refused(model):
     trace = Trace.of_documents(np.array([1, len(table)], np.int32), np.array([0, 2]), {})
     with pytest.raises(TokenError, match=f"token 1 .* is {len(table)}"):
         requests(prefill(trace, 2), geometry, table)
+
+
+def test_the_end_where_streams_run_out_can_be_left_out():
+    batches = decode(documents([3, 9, 5]), 2)
+    full = batches.while_full(2)
+    assert (full.positions() == 2).all() and (batches.positions()[len(full):] < 2).all() and len(full) < len(batches)
+    assert len(batches.while_full(3)) == len(batches)

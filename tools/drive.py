@@ -1,16 +1,17 @@
 """A drive as the planner sees it: reads a second at each number of reads in flight, and how long a burst of reads takes.
 
     reads_s(d), from `ssdgram bench io` or from a rate and a latency
-    a burst of r reads, all wanted at once, drains:   seconds(r) = sum over k = 1 .. r of 1 / reads_s(min(k, depth))
+    a burst of r reads, all wanted at once:   seconds(r) = r / reads_s(min(r, depth))
 
-While k reads are left, the drive works on min(k, depth) of them at the rate that it has then (Little's law turns the rate at a depth
-into a latency, and back). So one read takes the latency, many take their number over the top rate and the tail of the last ones.
-It knows no layers and no cache.
+With d reads in flight each takes d / reads_s(d) (Little's law). A burst of r <= depth reads is in flight as a whole, and its last is there
+when each of them is; of a longer one, those beyond `depth` go in as others come out, at the rate of that depth. So one read takes
+the latency, and many take their number over the top rate. It knows no layers and no cache.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ from ssdgram.layout.strict_json import parse_object
 
 DEPTH = 256                                                  # reads that a store keeps in flight at the most, unless told
 MOST_BYTES = 1 << 24                                         # of a result file
-TABLE = 1 << 16                                              # bursts up to here are summed, longer ones go on at the top rate
 
 
 @dataclass(frozen=True)
@@ -79,20 +79,23 @@ class Drive:
         return float(1 / self.rate(1))
 
     @functools.cached_property
-    def _sums(self) -> np.ndarray:
-        return np.concatenate([[0.0], np.cumsum(1 / self.rate(np.minimum(np.arange(1, TABLE + 1), self.depth)))])
+    def _short(self) -> np.ndarray:
+        """Seconds of bursts of 0 .. depth reads; more reads never take less, whatever the noise of what was measured."""
+        reads = np.arange(1, self.depth + 1)
+        return np.concatenate([[0.0], np.maximum.accumulate(reads / self.rate(reads))])
 
     def seconds(self, reads: np.ndarray | float) -> np.ndarray:
         """Seconds until the last of a burst of `reads` reads is there; 0 for none. Fractions (means) lie between."""
         wanted = np.asarray(reads, np.float64)
-        inside = np.interp(np.minimum(wanted, TABLE), np.arange(TABLE + 1), self._sums)
-        return inside + np.maximum(wanted - TABLE, 0) / self.top
+        inside = np.interp(np.minimum(wanted, self.depth), np.arange(self.depth + 1), self._short)
+        return inside + np.maximum(wanted - self.depth, 0) / self.top
 
     def faster(self, times: float) -> Drive:
-        """The same latency, `times` the top rate: as many drives side by side would be. `times` >= 1."""
-        return Drive(tuple(depth * times if depth > 1 else depth for depth in self.depths),
-                     tuple(rate * times if depth > 1 else rate for depth, rate in zip(self.depths, self.reads_s)),
-                     max(1, int(self.depth * times)))
+        """`times` (1 or more) such drives side by side, each with its share of the reads: the same latency, `times` the rate."""
+        if times <= 1:
+            return self
+        return Drive((1.0, *(depth * times for depth in self.depths)), (float(self.rate(1)), *(rate * times for rate in self.reads_s)),
+                     math.ceil(self.depth * times))
 
     def to_json(self) -> dict[str, Any]:
         """What it was measured or given as."""

@@ -47,6 +47,12 @@ class Batches:
         begin, end = self.bounds[first], self.bounds[stop]
         return Batches(self.tokens[begin:end], self.flags[begin:end], self.bounds[first:stop + 1] - begin)
 
+    def while_full(self, positions: int) -> Batches:
+        """The batches up to the last that has `positions` positions: not the end of a trace, where streams run out of documents. All
+        of them, if none has."""
+        full = np.flatnonzero(self.positions() >= positions)
+        return self.part(0, int(full[-1]) + 1) if len(full) else self
+
     def positions(self) -> np.ndarray:
         """Positions of each batch that ask for rows: int64 [B]."""
         counted = np.concatenate([[0], np.cumsum(self.flags & OUTPUT != 0)])

@@ -31,6 +31,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "demo": ("ssdgram.cli.demo:demo", "Make a small store, serve real text from it, check every bit, print a table."),
     "doctor": ("ssdgram.cli.doctor:doctor", "What this machine lacks for full speed, and what to do about it."),
     "warmup": ("ssdgram.cli.warmup:warmup", "Compile everything ahead, for images and first requests."),
+    "plan": ("ssdgram.cli.plan:plan", "Hit rates, stalls and budgets for a trace on a machine; checked on a store."),
     "trace": ("ssdgram.cli.trace:trace", "Make, record, look at and replay traces of what is asked of a store."),
     "bench": ("ssdgram.cli:bench", "Benchmarks: each prints its table and the baselines beside it."),
 }

@@ -184,4 +184,4 @@ def _shaped(loaded: Trace, streams: int | None, chunk: int | None) -> tuple[Batc
         return recorded(loaded), "as recorded"
     if chunk is not None:
         return prefill(loaded, chunk), f"prefill in chunks of {chunk}"
-    return decode(loaded, streams or 64), f"decode of {streams or 64} streams"
+    return decode(loaded, streams or 64).while_full(streams or 64), f"decode of {streams or 64} streams"
