@@ -6,8 +6,8 @@ Text is cut into requests of --piece tokens; of each two neighbours one goes to 
 the other, of which the first batches fill its cache, as fast as they come, and the next are measured at the pace of a model. So no
 measured token was planned with, and both halves are of one kind of text. What still differs between them is no error of the
 planner's; how much it is shows in `text`, the planner's own figure for the measured half. Reads are direct: the page cache has no
-part. The drive is measured before and after each cell, on the store's own files. Bars: hit rate within 0.02, stall within 25 %, or
-both below 1 % of the step.
+part. The drive is measured before and after each cell, by bursts of reads through a store of its own.
+Bars: hit rate within 0.02; stall within 25 %, or both below 1 % of the step.
 """
 
 from __future__ import annotations
@@ -22,11 +22,9 @@ import click
 import numpy as np
 
 import ssdgram
-from ssdgram import _state as s
 from ssdgram._budget import parse_size
 from ssdgram.bench.facts import facts, write_results
-from ssdgram.bench.io import run_queue
-from ssdgram.bench.material import Material, discard, make, text
+from ssdgram.bench.material import Material, discard, make, random_tokens, text
 from ssdgram.errors import ConfigError
 from ssdgram.store import Tuning
 from ssdgram.tools.drive import Drive
@@ -37,7 +35,7 @@ from ssdgram.tools.trace_replay import Pace, Replayed, replay
 from ssdgram.tools.trace_shapes import Batches, decode, prefill, recorded, requests
 
 HIT_BAR, STALL_BAR, NO_STALL = 0.02, 0.25, 0.01
-DEPTHS = (1, 4, 16, 64, 256)                                 # at which the drive is measured
+BURSTS = (1, 2, 4, 16, 64, 256)                              # random tokens that the drive is measured with: 48 reads each
 PATIENT = Tuning(degraded_after_s=30)
 FREE = Prices(0.0, 0.0, 0.0)                                 # money is not what is checked
 
@@ -91,19 +89,29 @@ def halves(traces: Sequence[Trace], piece: int, seed: int = 0) -> tuple[Trace, T
     return made[0], made[1]
 
 
-def measured_drive(store: Path, depth: int, seconds: float = 0.4) -> Drive:
-    """The drive below a store, read at random through its own queue: the largest column file, at several depths."""
-    path = max(store.rglob("*.rows"), key=lambda file: file.stat().st_size)
-    size = path.stat().st_size
-    points = []
-    for at in [*(d for d in DEPTHS if d < depth), depth]:
-        points.append(run_queue(path, size, at, seconds, 200_000)["reads_s"])
-    return Drive(tuple(float(d) for d in [*(d for d in DEPTHS if d < depth), depth]), tuple(np.maximum.accumulate(points).tolist()), depth)
+def measured_drive(store: Path, rounds: int = 5) -> Drive:
+    """The drive as a store has it, delivery and checks included: how long bursts of reads for random tokens take a small store of its own.
+
+    A burst of r reads that takes t seconds is a rate of r / t with r reads in flight (tools/drive.py).
+    """
+    random, seconds, reads = np.random.default_rng(), [], []
+    with ssdgram.open(store, dram="64MiB", tuning=PATIENT) as opened:
+        for _ in range(rounds):
+            for count in BURSTS:
+                with opened.prefetch(random_tokens(random, opened._vocabulary, count)) as batch:
+                    batch.wait(timeout_s=60)
+                    timing = batch.timing
+                seconds.append(1e-6 * timing["published_us"])
+                reads.append(timing["reads"])
+    middle = np.median(np.reshape(seconds, (rounds, -1)), axis=0)
+    sizes = np.median(np.reshape(reads, (rounds, -1)), axis=0)
+    return Drive(tuple(sizes.tolist()), tuple(np.maximum.accumulate(sizes / middle).tolist()), int(sizes[-1]))
 
 
 def _mean(one: Drive, other: Drive) -> Drive:
     """Of two measurements of a drive."""
-    return dataclasses.replace(one, reads_s=tuple((a + b) / 2 for a, b in zip(one.reads_s, other.reads_s)))
+    rates = [(rate + float(other.rate(depth))) / 2 for depth, rate in zip(one.depths, one.reads_s)]
+    return Drive(one.depths, tuple(np.maximum.accumulate(rates).tolist()), one.depth)
 
 
 def check(store: Path, traces: Sequence[Trace], cells: Sequence[Cell], budgets: Sequence[int], piece: int = 256) -> list[dict[str, Any]]:
@@ -121,18 +129,13 @@ def check(store: Path, traces: Sequence[Trace], cells: Sequence[Cell], budgets: 
         for dram in budgets:
             with ssdgram.open(store, dram=dram, tuning=PATIENT) as opened:
                 replay(opened, theirs.part(0, cell.warm), None, cell.ahead)
-                before = measured_drive(store, in_flight(opened))
+                before = measured_drive(store)
                 done = replay(opened, theirs.part(cell.warm, len(theirs)), cell.pace, cell.ahead)
-                drive = _mean(before, measured_drive(store, in_flight(opened)))
+                drive = _mean(before, measured_drive(store))
             row, of_text = (Planner(geometry, vocabulary, load, drive, FREE).row(dram) for load in loads)
             rows.append(_compared(cell, dram, row, of_text, done, drive))
             _show(rows[-1])
     return rows
-
-
-def in_flight(store: ssdgram.Store) -> int:
-    """Reads that a store keeps in the drive at the most."""
-    return int(store._state.params[s.P_READERS] * store._state.params[s.P_DEPTH])
 
 
 def _compared(cell: Cell, dram: int, row: Row, of_text: Row, done: Replayed, drive: Drive) -> dict[str, Any]:
