@@ -20,7 +20,7 @@ def test_a_drive_of_a_rate_and_a_latency():
     assert drive.rate(4) == pytest.approx(50_000), "below the knee the latency rules"
     assert drive.seconds(0) == 0 and drive.seconds(1) == pytest.approx(80e-6) and drive.seconds(4) == pytest.approx(80e-6)
     assert drive.seconds(1000) == pytest.approx(0.01) and drive.seconds(10**6) == pytest.approx(10)
-    assert Drive.of(1000, 10).top == 1000, "a latency shorter than the rate allows"
+    assert Drive.of(1000, 10).top == pytest.approx(1000), "a latency shorter than the rate allows"
 
 
 @settings(deadline=None)
