@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ssdgram.store import Store
 
 CHUNK = 1 << 30                                              # bytes registered by one call: a multiple of every page size
-MAPPED_PORTABLE = 3                                          # cudaHostRegisterMapped | cudaHostRegisterPortable
+MAPPED_PORTABLE, READ_ONLY = 3, 8                            # cudaHostRegisterMapped | cudaHostRegisterPortable; cudaHostRegisterReadOnly
 LEAST_BUFFER = 1 << 12
 
 
@@ -55,14 +55,17 @@ def checked_device(name: str) -> torch.device:
 
 
 class Registration:
-    """A host region registered with CUDA, chunk by chunk; all of it or, with UnavailableError, none of it."""
+    """A host region registered with CUDA, chunk by chunk; all of it or, with UnavailableError, none of it.
 
-    def __init__(self, address: int, size: int) -> None:
+    `read_only`: it is mapped so (of a server's slab), and CUDA has to be told.
+    """
+
+    def __init__(self, address: int, size: int, read_only: bool = False) -> None:
         self._chunks: list[int] = []
         runtime = torch.cuda.cudart()
         for start in range(0, size, CHUNK):
             length = min(CHUNK, size - start)
-            error = int(runtime.cudaHostRegister(address + start, length, MAPPED_PORTABLE))
+            error = int(runtime.cudaHostRegister(address + start, length, MAPPED_PORTABLE | (READ_ONLY if read_only else 0)))
             if error != 0:
                 self.release()
                 raise UnavailableError(f"CUDA refused to pin bytes {start} .. {start + length} of {size} (error {error}): lower dram=, or "
@@ -105,7 +108,9 @@ class CudaSide:
         plan, state = store._plan, store._state
         layers, rows = len(store.layers), len(plan.batches)
         with torch.cuda.device(device):
-            self._registration = Registration(store._arena.address, store._arena.size)
+            self._registrations: list[Registration] = []
+            for address, size, read_only in store._regions():
+                self.register(address, size, read_only)
             self.slab_memory: torch.Tensor | None = None     # [slots, stride], if the slab lies in HBM (queue gds)
             self.slab = device_address(state.slab.ctypes.data)
             if slab_slots is not None:
@@ -131,6 +136,18 @@ class CudaSide:
                 plan, state, device, self._promote, self.counters[-1:], self.slab, self.hbm.data_ptr())) if hbm_slots else None
         if self._copier is not None:
             self._copier.start()
+
+    def register(self, address: int, size: int, read_only: bool = False) -> None:
+        """Let the GPU reach more of this process's memory, until `close`. UnavailableError: nothing is registered then."""
+        try:
+            self._registrations.append(Registration(address, size, read_only))
+        except UnavailableError:
+            self._unregister()
+            raise
+
+    def _unregister(self) -> None:
+        while self._registrations:
+            self._registrations.pop().release()
 
     @staticmethod
     def _gather(store: Store, index: int) -> Gather:
@@ -163,18 +180,22 @@ class CudaSide:
         self._plans[row] = (shape, slots.numpy(), slots, buffer)
         return slots.numpy(), slots
 
-    def tokens_to_host(self, sequences: list[Sequence], n: int, flat_tokens: np.ndarray, flat_flags: np.ndarray, row: int,
-                       ticket: int) -> tuple[np.ndarray, np.ndarray, int]:
+    def tokens_to_host(self, sequences: list[Sequence], n: int, flat_tokens: np.ndarray, flat_flags: np.ndarray, row: int, ticket: int,
+                       into: tuple[torch.Tensor, torch.Tensor] | None = None) -> tuple[np.ndarray, np.ndarray, int]:
         """Copy tokens that live on the GPU into pinned memory on the current stream, then store the ticket into the row's flag.
 
-        Returns the flat tokens, their flags, and the address of the row's flag. The caller does not wait.
+        `into`: registered memory for tokens (int32) and flags (uint8); None: the pool's. Returns the flat tokens, their flags, and
+        the address of the row's flag. The caller does not wait.
         """
         if sequences[0].fill is not None:
-            return self._filled(sequences[0], row, ticket)
+            return self._filled(sequences[0], row, ticket, into)
         size = 4 * len(flat_tokens)
-        buffer = self.pool.take(max(4, size))
-        self._token_buffers.setdefault(row, []).append(buffer)
-        host = buffer[:size].view(torch.int32)
+        if into is None:
+            buffer = self.pool.take(max(4, size))
+            self._token_buffers.setdefault(row, []).append(buffer)
+            host = buffer[:size].view(torch.int32)
+        else:
+            host = into[0][:len(flat_tokens)]
         host.numpy()[:] = flat_tokens
         stop = 0
         with torch.cuda.device(self.device):
@@ -186,12 +207,15 @@ class CudaSide:
             mark_done(self.flags[row:row + 1], ticket)
         return host.numpy(), flat_flags, self.flags.data_ptr() + 8 * row
 
-    def _filled(self, sequence: Sequence, row: int, ticket: int) -> tuple[np.ndarray, np.ndarray, int]:
+    def _filled(self, sequence: Sequence, row: int, ticket: int,
+                into: tuple[torch.Tensor, torch.Tensor] | None) -> tuple[np.ndarray, np.ndarray, int]:
         """`tokens_to_host` for a deferred sequence: its own kernels write tokens and flags."""
         length = len(sequence.flat_tokens)
-        buffer = self.pool.take(max(8, 5 * length))
-        self._token_buffers.setdefault(row, []).append(buffer)
-        tokens, flags = buffer[:4 * length].view(torch.int32), buffer[4 * length:5 * length]
+        if into is None:
+            buffer = self.pool.take(max(8, 5 * length))
+            self._token_buffers.setdefault(row, []).append(buffer)
+            into = buffer[:4 * length].view(torch.int32), buffer[4 * length:5 * length]
+        tokens, flags = (part[:length] for part in into)
         with torch.cuda.device(self.device):
             if length > 0 and sequence.fill is not None:
                 sequence.fill(tokens, flags)
@@ -261,7 +285,7 @@ class CudaSide:
         if self._copier is not None:
             self._copier.join()
         torch.cuda.synchronize(self.device)
-        self._registration.release()
+        self._unregister()
         self.hbm = self.counters = None  # type: ignore[assignment]
         self.slab_memory = None
 

@@ -372,6 +372,10 @@ class Store:
             left = max(0, int((deadline - time.monotonic()) * 1e9))
             wait_free(self._plan.words, row * self._line, left)
 
+    def _regions(self) -> list[tuple[int, int, bool]]:
+        """(address, bytes, read-only) of the memory that a GPU is to reach."""
+        return [(self._arena.address, self._arena.size, False)]
+
     def _forget(self) -> None:
         """In a forked child: give up what was inherited."""
         self._close_files()

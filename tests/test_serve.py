@@ -200,6 +200,17 @@ def test_statistics(engram, server, attach):
     assert set(here.engine_us_buckets) == set(server.store.stats().engine_us_buckets)
 
 
+def test_recording(engram, server, attach, tmp_path):
+    store = attach()
+    recorder = store.record(tmp_path / "live.trace", limit=100)
+    with store.prefetch(engram.tokens(20)) as batch:
+        batch.wait()
+    recorder.stop()
+    assert (tmp_path / "live.trace").stat().st_size > 80
+    with pytest.raises(ssdgram.ConfigError, match="only tokens"):
+        store.record(tmp_path / "keys.trace", keys=True)
+
+
 # ---------------------------------------------------------------- the contract's other side
 
 

@@ -6,6 +6,7 @@ from made_stores import assert_served, until
 from served_stores import serving
 
 import ssdgram
+from ssdgram import _plan_state as p
 from ssdgram.kernels.hash import OUTPUT, PARTICIPATES, STARTS
 from ssdgram.serve import desk, share
 
@@ -120,7 +121,8 @@ def test_tokens_that_were_never_checked(engram, server, good):
         tokens, flags = np.array([1, token, 3], np.int32), np.full(3, PARTICIPATES | OUTPUT, np.uint8)
         with store._lock:
             row = store._free_row()
-            store._push(row, tokens, flags, 3, "step", 0)
+            store._tokens[row, :3] = tokens
+            store._push(row, flags, 3, "step", 0)
             store._unreleased.add(row)
         batch = ssdgram.serve.client.AttachedBatch(store, row, store._tickets, 3, (tokens, flags))
         with batch, pytest.raises(ssdgram.TokenError, match="a vocabulary of"):
@@ -135,7 +137,8 @@ def test_flags_and_tokens_that_change_meanwhile(engram, server, good):
         tokens = engram.tokens(6)
         with store._lock:
             row = store._free_row()
-            store._push(row, tokens, np.full(6, 0xF8 | PARTICIPATES | OUTPUT, np.uint8), 6, "step", 0)
+            store._tokens[row, :6] = tokens
+            store._push(row, np.full(6, 0xF8 | PARTICIPATES | OUTPUT, np.uint8), 6, "step", 0)
             store._unreleased.add(row)
         assert until(lambda: store._seats[row * share.SEAT_LINE + share.SEAT_TICKET] == store._tickets)
         store._tokens[row] = 2**31 - 1
@@ -181,6 +184,15 @@ def test_gpu_words_are_awaited(engram, server, good):
         assert until(lambda: store.stats().slots_in_use < in_use)
         store._expected[:4] = 0
     assert until(lambda: server.attached == 1)
+
+
+def test_the_words_that_a_release_names():
+    """LAYER records hold addresses; what goes into the share are the words' numbers."""
+    layers, words, expected = np.zeros(6, p.LAYER), np.zeros(20, np.int64), np.full(12, 99, np.int64)
+    layers["word"][2:4] = words.ctypes.data + 8 * 5, 0
+    layers["expected"][2:4] = 7, 8
+    share.name_words(layers, 2, 2, expected, words)
+    assert expected.tolist() == [99] * 4 + [5, 7, 0, 0] + [99] * 4
 
 
 def store_index(server, store):

@@ -19,13 +19,13 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ssdgram import _opening
 from ssdgram import _plan_state as p
-from ssdgram._arena import Mapped, size_of
+from ssdgram._arena import Mapped, rounded, size_of
 from ssdgram._budget import parse_size
 from ssdgram._calls import READY, TIMED_OUT
 from ssdgram.batch import NAP_NS, SPIN_NS, Batch
@@ -39,11 +39,15 @@ from ssdgram.errors import (
 )
 from ssdgram.geometry import Geometry
 from ssdgram.kernels.gather_cpu import RowFormat
-from ssdgram.kernels.hash import OUTPUT
+from ssdgram.kernels.hash import OUTPUT, PARTICIPATES
 from ssdgram.sequence import Sequence, check_ids, flatten
 from ssdgram.serve import protocol, share
 from ssdgram.stats import WAIT_BUCKETS, Stats, bounds
 from ssdgram.store import PRIORITIES, ROW_WAIT_S, WARM_WINDOW, Store, Tuning, _open_stores, _sequences
+
+if TYPE_CHECKING:
+    from ssdgram._cuda import CudaSide
+    from ssdgram.tools.trace_record import Recorder
 
 LOOK_S = 0.005                                               # how long a look at the server's end of the socket is good for
 ANSWER_S, WHY_S = 5.0, 0.5                                   # how long an answer may take; why a wait failed is not worth as long
@@ -122,6 +126,10 @@ class AttachedStore(Store):
     """A store that a server owns; made by `ssdgram.attach`. Close it, or use it as a context manager; the server stays."""
 
     manifest: Any
+    _cuda: Any
+    _memory: Mapped
+    _mapped: tuple[Mapped, ...]
+    _numbers: protocol.Welcome
     _plan: Any
     _state: Any
 
@@ -140,12 +148,14 @@ class AttachedStore(Store):
             numbers, descriptors = self._greet(timeout_s)
             try:
                 self._map(numbers, descriptors)
+                if device != "cpu":
+                    self._cuda = self._reach(cuda_device, descriptors[0])
+            except UnavailableError:
+                raise
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise UnavailableError(f"{self.socket_path}: what the server gave cannot be used: {error}") from error
             finally:
                 protocol.close_all(descriptors)
-            if device != "cpu":
-                self._cuda = _cuda.CudaSide(self, cuda_device, 0)
         except BaseException:
             self._connection.close()
             raise
@@ -170,6 +180,28 @@ class AttachedStore(Store):
             protocol.close_all(descriptors)
             raise
         return numbers, descriptors
+
+    def _reach(self, device: Any, store_file: int) -> CudaSide:
+        """Register the server's slab, read-only, and what of the share a GPU writes. Where CUDA knows no read-only memory the slab
+        is mapped anew, for writing: nothing here does."""
+        from ssdgram._cuda import CudaSide
+
+        try:
+            return CudaSide(self, device, 0)
+        except UnavailableError:
+            again = os.open(f"/proc/self/fd/{store_file}", os.O_RDWR | os.O_CLOEXEC)
+            try:
+                self._memory = Mapped(again, self._memory.size, writable=True)
+            finally:
+                os.close(again)
+            self._mapped = (self._memory, *self._mapped[1:])
+            self._look_into(self._numbers)
+            return CudaSide(self, device, 0)
+
+    def _regions(self) -> list[tuple[int, int, bool]]:
+        slab = self._state.slab
+        words = [(self._arrays[name].ctypes.data, rounded(self._arrays[name].nbytes), False) for name in ("gpu_words", "token_words")]
+        return [(slab.ctypes.data, rounded(slab.nbytes), not self._memory.writable), *words]
 
     def _map(self, numbers: protocol.Welcome, descriptors: list[int]) -> None:
         """Map what the server shares; every size is checked against the memory files' own."""
@@ -200,28 +232,33 @@ class AttachedStore(Store):
         self.tuning = replace(Tuning(), degraded_wait_s=float(about["degraded_wait_s"]))
         self._stride, self._line, self._gather_groups = n.stride, n.line, _opening.gather_groups(self._selection)
         self.positions, self._rows, self._first, self._server_pid = n.positions, n.rows, n.first, n.pid
-        self._plan = SimpleNamespace(
-            words=self._memory.cut([("words", np.int32, (n.batch_rows * n.line,))], n.words_at)["words"],
-            control=self._memory.cut([("control", np.int64, (p.C_COUNT,))], n.control_at)["control"],
-            layers=np.zeros(n.rows * n.layers, p.LAYER), batches=np.zeros(n.rows, p.BATCH),
-            gpu_words=mine["gpu_words"][:n.rows * n.layers], token_words=mine["token_words"])
-        self._state = SimpleNamespace(slab=self._memory.memory[n.slab_at:n.slab_at + n.slots * n.stride])
+        self._plan = SimpleNamespace(layers=np.zeros(n.rows * n.layers, p.LAYER), batches=np.zeros(n.rows, p.BATCH),
+                                     gpu_words=mine["gpu_words"][:n.rows * n.layers], token_words=mine["token_words"])
+        self._numbers = n
+        self._look_into(n)
         self._last = np.zeros(n.rows, np.int64)              # newest ticket of each seat
         self._unreleased: set[int] = set()
         self._lock, self._asking = threading.RLock(), threading.Lock()
         self._tickets = self._questions = 0
         self._hotset, self.hot_bundles, self.hotset_load_s = None, 0, 0.0
-        self._cuda = None
+        self._cuda = self._gds = self._recorder = None
+        self._token_rows: dict[int, Any] = {}                # seat -> its tokens as torch has them, registered
         self._row_formats: dict[int, RowFormat] = {}
         self._wait_counts, self._wait_us_sum, self._served_bytes = np.zeros(WAIT_BUCKETS, np.int64), 0.0, 0
         self._gone, self._looked = "", 0.0
+
+    def _look_into(self, n: protocol.Welcome) -> None:
+        """The parts of the store's own block that are looked at here."""
+        self._plan.words = self._memory.cut([("words", np.int32, (n.batch_rows * n.line,))], n.words_at)["words"]
+        self._plan.control = self._memory.cut([("control", np.int64, (p.C_COUNT,))], n.control_at)["control"]
+        self._state = SimpleNamespace(slab=self._memory.memory[n.slab_at:n.slab_at + n.slots * n.stride])
 
     # ------------------------------------------------------------ the public face
 
     def warm(self, sequences: Any, *, participates: Any = None, lookback: Any = None) -> None:
         """Fill the server's cache with what the sequences need, in the background class. Returns at once and holds no slots."""
         self._check()
-        chosen = _sequences(sequences, participates, lookback, None)
+        chosen = [_on_host(sequence) for sequence in _sequences(sequences, participates, lookback, None)]
         self._look_at_manifest()
         before = self.geometry.max_ngram - 1
         tokens, flags, _ = flatten(chosen, before + 1)
@@ -232,7 +269,15 @@ class AttachedStore(Store):
             part, part_flags = tokens[first:start + self.positions], flags[first:start + self.positions].copy()
             part_flags[:start - first] &= ~np.uint8(OUTPUT)
             with self._lock:
-                self._push(self._free_row(), part, part_flags, int(np.count_nonzero(part_flags & OUTPUT)), "background", window)
+                row = self._free_row()
+                self._tokens[row, :len(part)] = part
+                self._push(row, part_flags, int(np.count_nonzero(part_flags & OUTPUT)), "background", window)
+
+    def record(self, path: str | os.PathLike[str], *, limit: int = 1 << 20, keys: bool = False) -> Recorder:
+        """As Store.record: what this process asks for. Only tokens: the keys' arithmetic is the server's."""
+        if keys:
+            raise ConfigError("keys=True of an attached store: only tokens are recorded here; record keys where a store is opened")
+        return super().record(path, limit=limit)
 
     def stats(self) -> Stats:
         """The server's counters; waits and bytes served are this process's own."""
@@ -250,6 +295,7 @@ class AttachedStore(Store):
                 return
             self._closed = True
         _open_stores.discard(self)
+        self._keep_recording()
         if self._cuda is not None:
             self._cuda.close()                               # its gathers are done before the server hears of the end
         self._connection.close()
@@ -298,18 +344,34 @@ class AttachedStore(Store):
             batch = AttachedBatch(self, row, self._tickets + 1, positions, (tokens, flags))     # Ctrl-C from here on finds an owner
             if self._cuda is not None:
                 _, batch._device_slots = self._cuda.plan_memory(row, (len(self.layers), positions, self.geometry.orders))
-            self._push(row, tokens, flags, positions, priority, window)
+                self._plan.layers[row * len(self.layers):(row + 1) * len(self.layers)] = 0
+            if on_device:
+                self._cuda.tokens_to_host(sequences, self.geometry.max_ngram, tokens, row, batch.ticket, self._token_row(row))
+            else:
+                self._tokens[row, :len(tokens)] = tokens
+                if self._recorder is not None:
+                    self._recorder.add(tokens, flags)
+            self._push(row, flags, positions, priority, window, on_device)
             self._unreleased.add(row)
         return batch
 
-    def _push(self, row: int, tokens: np.ndarray, flags: np.ndarray, positions: int, priority: str, window: int) -> None:
-        """Write a request into the share; the caller holds the lock."""
+    def _token_row(self, row: int) -> Any:
+        """The seat's tokens as a tensor that the GPU can write, registered when they are first wanted."""
+        if row not in self._token_rows:
+            import torch
+
+            tokens = self._tokens[row]
+            self._cuda.register(tokens.ctypes.data, tokens.nbytes)
+            self._token_rows[row] = torch.from_numpy(tokens)
+        return self._token_rows[row]
+
+    def _push(self, row: int, flags: np.ndarray, positions: int, priority: str, window: int, on_device: bool = False) -> None:
+        """Announce a request whose tokens stand in the seat, or will; the caller holds the lock."""
         self._tickets += 1
         self._last[row] = self._tickets
-        self._tokens[row, :len(tokens)] = tokens
         self._flags[row, :len(flags)] = flags
-        share.push(self._board, self._requests, self._bell, share.TAKE_SEAT, row, self._tickets, len(tokens), positions, window,
-                   PRIORITIES[priority], 0)
+        share.push(self._board, self._requests, self._bell, share.TAKE_SEAT, row, self._tickets, len(flags), positions, window,
+                   PRIORITIES[priority], int(on_device))
 
     def _free_row(self) -> int:
         """A seat that is free; the caller holds the lock. Batches that were released may still be leaving: they are waited for."""
@@ -335,12 +397,10 @@ class AttachedStore(Store):
             if self._closed or self._gone or self._last[row] != batch.ticket or row not in self._unreleased:
                 return
             if self._cuda is not None:
-                self._name_words(row)
+                layers = len(self.layers)
+                share.name_words(self._plan.layers, row * layers, layers, self._expected, self._arrays["gpu_words"])
             share.push(self._board, self._requests, self._bell, share.LEAVE_SEAT, row, batch.ticket, 0, 0, 0, 0, 0)
             self._unreleased.discard(row)
-
-    def _name_words(self, row: int) -> None:
-        """Say which GPU words the server has to await before the batch's slots are free."""
 
     def _error_of(self, batch: AttachedBatch, index: int, waited: float) -> Exception:
         """Why a layer of the batch is not ready, in the server's words."""
@@ -389,6 +449,15 @@ class AttachedStore(Store):
         self._connection.close()
         for mapped in self._mapped:
             mapped.forget()
+
+
+def _on_host(sequence: Sequence) -> Sequence:
+    """The sequence, its tokens brought from the device if they are there: what is warmed is in no hurry."""
+    if sequence.device_tokens is None:
+        return sequence
+    kept, flags = sequence.lookback_length, sequence.flat_flags
+    return Sequence(sequence.device_tokens.cpu(), flags[kept:] & PARTICIPATES, sequence.flat_tokens[:kept] if kept else None,
+                    flags[:kept] & PARTICIPATES if kept else None)
 
 
 def _connect(path: Path) -> sockets.socket:

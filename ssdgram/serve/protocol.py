@@ -206,18 +206,17 @@ def error_from_json(body: Any) -> SSDGramError:
 
 
 def stats_to_json(stats: Stats) -> dict[str, Any]:
-    """The statistics, dictionaries as lists of pairs (JSON's keys are text)."""
+    """The statistics, dictionaries as {"pairs": [[key, value], ...]} (JSON's keys are text)."""
     values = {field.name: getattr(stats, field.name) for field in fields(stats)}
-    return {name: [[key, value] for key, value in entry.items()] if isinstance(entry, dict) else entry for name, entry in values.items()}
+    return {name: {"pairs": list(entry.items())} if isinstance(entry, dict) else entry for name, entry in values.items()}
 
 
 def stats_from_json(body: Any) -> Stats:
     """The statistics of `stats_to_json`."""
-    maps = {"hits", "joins", "misses", "repeats", "wait_us_buckets", "engine_us_buckets", "budgets"}
 
     def whole(value: Any) -> Any:
         return tuple(value) if isinstance(value, list) else value
 
-    values: dict[str, Any] = {name: {whole(key): whole(value) for key, value in entry} if name in maps else whole(entry)
+    values: dict[str, Any] = {name: {whole(key): whole(value) for key, value in entry["pairs"]} if isinstance(entry, dict) else whole(entry)
                               for name, entry in body.items()}
     return Stats(**values)

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from ssdgram import _plan_state as p
-from ssdgram._arena import Arena
+from ssdgram._arena import Arena, rounded
 from ssdgram._calls import READY, outcome
 from ssdgram._compiled import compile_for
 from ssdgram.batch import Batch
@@ -105,7 +105,7 @@ class Server:
 
     def _start(self, clients: int, rows: int, positions: int) -> None:
         store = self.store
-        layers, orders, flat = len(store.layers), store.geometry.orders, positions * store.geometry.max_ngram
+        layers, orders, flat = len(store.layers), store.geometry.orders, rounded(positions * store.geometry.max_ngram)
         batch_rows, plan = 1 + clients * rows, share.plan_words(layers, orders, positions)
         store._plan.words[p.W_SLEEPERS + store._line::store._line] = 1       # clients cannot count themselves: they only read
         self._plans = Arena([("plans", np.int32, (batch_rows * plan,))], "ssdgram-plans")

@@ -19,8 +19,8 @@ import numpy as np
 from ssdgram import _plan_state as p
 from ssdgram._arena import Spec
 from ssdgram._calls import TIMED_OUT, outcome
-from ssdgram._compiled import (atomic_add, atomic_exchange, atomic_load, atomic_store, compiled_lean, fence, futex_wait, futex_wake,
-                               now_ns)
+from ssdgram._compiled import (address_of, atomic_add, atomic_exchange, atomic_load, atomic_store, compiled_lean, fence, futex_wait,
+                               futex_wake, now_ns)
 from ssdgram._plan_state import FREE_BATCH, W_SEQUENCE, W_STAGE
 
 # board: int64 words, a line for each writer
@@ -112,6 +112,16 @@ def ring(bell):  # type: ignore[no-untyped-def]
     if atomic_load(bell, BELL_ASLEEP) != 0 and atomic_exchange(bell, BELL_ASLEEP, np.int32(0)) != 0:
         atomic_add(bell, BELL, np.int32(1))
         futex_wake(bell, BELL, 1)
+
+
+@compiled_lean
+def name_words(layers, first, count, expected, gpu_words):  # type: ignore[no-untyped-def]
+    """For a release: write down which of the share's GPU words the seat's LAYER records [first, first + count) name, and what they
+    must have reached."""
+    for k in range(first, first + count):
+        used = layers[k].word != 0
+        expected[2 * k] = (layers[k].word - address_of(gpu_words, 0)) // 8 if used else 0
+        expected[2 * k + 1] = layers[k].expected if used else 0
 
 
 @compiled_lean
