@@ -157,8 +157,8 @@ def main(folder: Path, rows: int, dram: str, ranks: str, rounds: int, keep: bool
         for count in map(int, ranks.split(",")):
             result[str(count)] = measure(material.out, folder, vocabulary, dram, count, rounds)
             for way, figures in result[str(count)].items():
-                click.echo(f"{count} ranks, {way}: warm step of {STEP} tokens {figures['warm_step_us']} us, {figures['bytes_read']:,} bytes read, "
-                           f"{figures['memory_bytes'] / 2**20:.0f} MiB of memory")
+                click.echo(f"{count} ranks, {way}: warm step of {STEP} tokens {figures['warm_step_us']} us, "
+                           f"{figures['bytes_read']:,} bytes read, {figures['memory_bytes'] / 2**20:.0f} MiB of memory")
         if save:
             payload = {"facts": facts(folder), "load": [round(load, 2), round(os.getloadavg()[0], 2)], "rows_a_column": rows, "dram": dram,
                        "rounds": rounds, "ranks": result}

@@ -121,8 +121,8 @@ def test_tokens_that_were_never_checked(engram, server, good):
         tokens, flags = np.array([1, token, 3], np.int32), np.full(3, PARTICIPATES | OUTPUT, np.uint8)
         with store._lock:
             row = store._free_row()
-            store._tokens[row, :3] = tokens
-            store._push(row, flags, 3, "step", 0)
+            store._tokens[row, :3], store._flags[row, :3] = tokens, flags
+            store._push(row, 3, 3, "step", 0)
             store._unreleased.add(row)
         batch = ssdgram.serve.client.AttachedBatch(store, row, store._tickets, 3, (tokens, flags))
         with batch, pytest.raises(ssdgram.TokenError, match="a vocabulary of"):
@@ -137,8 +137,8 @@ def test_flags_and_tokens_that_change_meanwhile(engram, server, good):
         tokens = engram.tokens(6)
         with store._lock:
             row = store._free_row()
-            store._tokens[row, :6] = tokens
-            store._push(row, np.full(6, 0xF8 | PARTICIPATES | OUTPUT, np.uint8), 6, "step", 0)
+            store._tokens[row, :6], store._flags[row, :6] = tokens, 0xF8 | PARTICIPATES | OUTPUT
+            store._push(row, 6, 6, "step", 0)
             store._unreleased.add(row)
         assert until(lambda: store._seats[row * share.SEAT_LINE + share.SEAT_TICKET] == store._tickets)
         store._tokens[row] = 2**31 - 1

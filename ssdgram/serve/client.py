@@ -43,7 +43,7 @@ from ssdgram.kernels.hash import OUTPUT, PARTICIPATES
 from ssdgram.sequence import Sequence, check_ids, flatten
 from ssdgram.serve import protocol, share
 from ssdgram.stats import WAIT_BUCKETS, Stats, bounds
-from ssdgram.store import PRIORITIES, ROW_WAIT_S, WARM_WINDOW, Store, Tuning, _open_stores, _sequences
+from ssdgram.store import PRIORITIES, ROW_WAIT_S, SCALE_RULES, WARM_WINDOW, Store, Tuning, _open_stores, _sequences
 
 if TYPE_CHECKING:
     from ssdgram._cuda import CudaSide
@@ -53,13 +53,15 @@ LOOK_S = 0.005                                               # how long a look a
 ANSWER_S, WHY_S = 5.0, 0.5                                   # how long an answer may take; why a wait failed is not worth as long
 
 
-def attach(socket: str | os.PathLike[str], device: str = "cpu", hbm: str | int = "0", *, timeout_s: float = 10.0) -> AttachedStore:
+def attach(socket: str | os.PathLike[str], device: str = "cpu", hbm: str | int = "0", *, scale_rule: str = "spec",
+           timeout_s: float = 10.0) -> AttachedStore:
     """Attach to the server whose socket that is (`ssdgram serve STORE --socket PATH`); a Store in all that it does.
 
     `device`: "cpu", or the CUDA device whose link this process gathers over. `hbm`: "0"; a tier in GPU memory belongs to a store that
-    its process opened itself. Raises UnavailableError if no server answers, or not within `timeout_s`, or it refuses; ConfigError.
+    its process opened itself. `scale_rule`: as of `ssdgram.open`; each client's own. Raises UnavailableError if no server answers, or
+    not within `timeout_s`, or it refuses; ConfigError.
     """
-    return AttachedStore(socket, device=device, hbm=parse_size(hbm, "hbm"), timeout_s=timeout_s)
+    return AttachedStore(socket, device=device, hbm=parse_size(hbm, "hbm"), scale_rule=scale_rule, timeout_s=timeout_s)
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,12 @@ class AttachedBatch(Batch):
             self._seated = True
         return int(share.wait_layer_attached(store._plan.words, self._base, index, nap_ns, SPIN_NS))
 
+    def ready(self, layer: int | None = None) -> bool:
+        """Whether `wait(layer)` would return, or raise, at once. Never blocks."""
+        self._check()
+        return all(self._ready[index] or self._look(index, 0) != TIMED_OUT
+                   for index in (range(len(self._ready)) if layer is None else (self._store._layer_index(layer),)))
+
     @property
     def timing(self) -> dict[str, float]:
         """As Batch.timing; of the batch that did the work, if this one joined another's. Empty before the server took it."""
@@ -133,9 +141,11 @@ class AttachedStore(Store):
     _plan: Any
     _state: Any
 
-    def __init__(self, socket: str | os.PathLike[str], *, device: str, hbm: int, timeout_s: float) -> None:
+    def __init__(self, socket: str | os.PathLike[str], *, device: str, hbm: int, scale_rule: str, timeout_s: float) -> None:
         self._closed, self._pid = True, os.getpid()          # until everything stands
-        self.socket_path, self.device = Path(socket), device
+        self.socket_path, self.device, self.scale_rule = Path(socket), device, scale_rule
+        if scale_rule not in SCALE_RULES:
+            raise ConfigError(f"scale_rule={scale_rule!r}: expected one of {list(SCALE_RULES)}")
         if device != "cpu":
             from ssdgram import _cuda
 
@@ -242,7 +252,7 @@ class AttachedStore(Store):
         self._tickets = self._questions = 0
         self._hotset, self.hot_bundles, self.hotset_load_s = None, 0, 0.0
         self._cuda = self._gds = self._recorder = None
-        self._token_rows: dict[int, Any] = {}                # seat -> its tokens as torch has them, registered
+        self._token_rows: dict[int, Any] = {}                # seat -> its tokens and flags as torch has them, registered
         self._row_formats: dict[int, RowFormat] = {}
         self._wait_counts, self._wait_us_sum, self._served_bytes = np.zeros(WAIT_BUCKETS, np.int64), 0.0, 0
         self._gone, self._looked = "", 0.0
@@ -271,7 +281,8 @@ class AttachedStore(Store):
             with self._lock:
                 row = self._free_row()
                 self._tokens[row, :len(part)] = part
-                self._push(row, part_flags, int(np.count_nonzero(part_flags & OUTPUT)), "background", window)
+                self._flags[row, :len(part)] = part_flags
+                self._push(row, len(part), int(np.count_nonzero(part_flags & OUTPUT)), "background", window)
 
     def record(self, path: str | os.PathLike[str], *, limit: int = 1 << 20, keys: bool = False) -> Recorder:
         """As Store.record: what this process asks for. Only tokens: the keys' arithmetic is the server's."""
@@ -333,7 +344,14 @@ class AttachedStore(Store):
 
     def _submit(self, sequences: list[Sequence], priority: str, window: int, ticket: int | None = None) -> Batch:
         tokens, flags, positions = flatten(sequences, self.geometry.max_ngram)
-        on_device = any(sequence.device_tokens is not None for sequence in sequences)
+        deferred = any(sequence.fill is not None for sequence in sequences)
+        if deferred and len(sequences) > 1:
+            raise ConfigError("a deferred Sequence is a batch of its own: not one of a list")
+        on_device = any(sequence.device_tokens is not None for sequence in sequences) or (deferred and self._cuda is not None)
+        if on_device and self._cuda is None:
+            raise ConfigError(f"tokens on a GPU: attach with device='cuda' (this store has {self.device!r}), or copy them to the host")
+        if deferred and not on_device:
+            sequences[0].fill_now()
         if not on_device:
             check_ids(sequences, self.geometry.max_ngram, tokens, flags, self._vocabulary)
         if positions > self.positions or len(tokens) > self._tokens.shape[1]:
@@ -345,32 +363,34 @@ class AttachedStore(Store):
             if self._cuda is not None:
                 _, batch._device_slots = self._cuda.plan_memory(row, (len(self.layers), positions, self.geometry.orders))
                 self._plan.layers[row * len(self.layers):(row + 1) * len(self.layers)] = 0
+            if not deferred or not on_device:
+                self._flags[row, :len(flags)] = flags
             if on_device:
-                self._cuda.tokens_to_host(sequences, self.geometry.max_ngram, tokens, row, batch.ticket, self._token_row(row))
+                self._cuda.tokens_to_host(sequences, self.geometry.max_ngram, tokens, flags, row, batch.ticket, self._registered(row))
             else:
                 self._tokens[row, :len(tokens)] = tokens
                 if self._recorder is not None:
                     self._recorder.add(tokens, flags)
-            self._push(row, flags, positions, priority, window, on_device)
+            self._push(row, len(tokens), positions, priority, window, on_device)
             self._unreleased.add(row)
         return batch
 
-    def _token_row(self, row: int) -> Any:
-        """The seat's tokens as a tensor that the GPU can write, registered when they are first wanted."""
+    def _registered(self, row: int) -> Any:
+        """The seat's tokens and flags as tensors that the GPU can write, registered when they are first wanted."""
         if row not in self._token_rows:
             import torch
 
-            tokens = self._tokens[row]
-            self._cuda.register(tokens.ctypes.data, tokens.nbytes)
-            self._token_rows[row] = torch.from_numpy(tokens)
+            parts = self._tokens[row], self._flags[row]
+            for part in parts:
+                self._cuda.register(part.ctypes.data, part.nbytes)
+            self._token_rows[row] = tuple(map(torch.from_numpy, parts))
         return self._token_rows[row]
 
-    def _push(self, row: int, flags: np.ndarray, positions: int, priority: str, window: int, on_device: bool = False) -> None:
-        """Announce a request whose tokens stand in the seat, or will; the caller holds the lock."""
+    def _push(self, row: int, flat: int, positions: int, priority: str, window: int, on_device: bool = False) -> None:
+        """Announce a request whose tokens and flags stand in the seat, or will; the caller holds the lock."""
         self._tickets += 1
         self._last[row] = self._tickets
-        self._flags[row, :len(flags)] = flags
-        share.push(self._board, self._requests, self._bell, share.TAKE_SEAT, row, self._tickets, len(flags), positions, window,
+        share.push(self._board, self._requests, self._bell, share.TAKE_SEAT, row, self._tickets, flat, positions, window,
                    PRIORITIES[priority], int(on_device))
 
     def _free_row(self) -> int:
@@ -453,6 +473,8 @@ class AttachedStore(Store):
 
 def _on_host(sequence: Sequence) -> Sequence:
     """The sequence, its tokens brought from the device if they are there: what is warmed is in no hurry."""
+    if sequence.fill is not None:
+        raise ConfigError("a deferred Sequence is of a step: warm with tokens that are there")
     if sequence.device_tokens is None:
         return sequence
     kept, flags = sequence.lookback_length, sequence.flat_flags
