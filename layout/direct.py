@@ -19,7 +19,7 @@ import numpy as np
 
 log = logging.getLogger("ssdgram")
 ALIGNMENT = 4096
-_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
+REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)                # how a file system without O_DIRECT answers
 _noticed: set[tuple[int, str]] = set()
 
 
@@ -64,7 +64,7 @@ class DirectFile:
             try:
                 count = os.preadv(self._direct if aligned else self._buffered, [view[done:]], offset + done)
             except OSError as error:
-                if not (aligned and error.errno in _REFUSED):
+                if not (aligned and error.errno in REFUSED):
                     raise
                 self._give_up_direct()
                 continue
@@ -90,7 +90,7 @@ class DirectFile:
             try:
                 done += os.pwritev(self._direct if aligned else self._buffered, [view[done:]], offset + done)
             except OSError as error:
-                if not (aligned and error.errno in _REFUSED):
+                if not (aligned and error.errno in REFUSED):
                     raise
                 self._give_up_direct()
 
@@ -110,7 +110,7 @@ class DirectFile:
         try:
             return os.open(self.path, flags | os.O_DIRECT, 0o644)
         except OSError as error:
-            if error.errno not in _REFUSED:
+            if error.errno not in REFUSED:
                 raise
         _notice(self.path, self._buffered)
         return -1

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.lib import format as npy
 
 from ssdgram.errors import FormatError, IdentityError
+from ssdgram.layout.bounded import read_bounded
 from ssdgram.layout.format import FORMAT
 from ssdgram.layout.manifest import TOKEN_MAP, ColumnFile, Manifest, write_durably
 from ssdgram.layout.strict_json import parse_object
@@ -77,8 +78,7 @@ def check_stripe(root: Path, generation: int, number: int, stripes: int) -> None
     """IdentityError unless `root` holds a stripe.json of this generation, number and count."""
     path = root / STRIPE
     try:
-        with open(path, "rb") as file:
-            found = parse_object(file.read(MAX_STRIPE_BYTES))
+        found = parse_object(read_bounded(path, MAX_STRIPE_BYTES))
     except OSError as error:
         raise IdentityError(f"{path}: {error.strerror or error}; is stripe {number} mounted? If it moved, give all roots in "
                             f"their order") from error
@@ -112,8 +112,7 @@ def load_token_map(out: str | os.PathLike[str], manifest: Manifest) -> np.ndarra
     expected = manifest.token_map
     limit = 4 * expected.size + 4096
     try:
-        with open(path, "rb") as file:
-            data = file.read(limit + 1)
+        data = read_bounded(path, limit)
     except OSError as error:
         raise FormatError(f"{path}: {error.strerror or error}; the store is not whole: convert again") from error
     stream = io.BytesIO(data)

@@ -17,9 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from ssdgram.errors import ConversionError
+from ssdgram.layout.bounded import read_bounded
 from ssdgram.layout.format import FORMAT
 from ssdgram.layout.manifest import JOURNAL, sync_folder, write_durably
 from ssdgram.layout.strict_json import parse_object
+
+MAX_JOURNAL_BYTES = 64 << 20
 
 
 class Journal:
@@ -44,9 +47,11 @@ class Journal:
         """The journal that a killed conversion left, or None. ConversionError if it is none of ours."""
         path = out / JOURNAL
         try:
-            lines = path.read_bytes().split(b"\n")[:-1]      # what follows the last newline was torn off
+            lines = read_bounded(path, MAX_JOURNAL_BYTES).split(b"\n")[:-1]      # what follows the last newline was torn off
         except FileNotFoundError:
             return None
+        except OSError as error:
+            raise ConversionError(f"{path}: cannot be read: {error.strerror or error}; remove the folder and convert again") from error
         try:
             head = parse_object(lines[0]) if lines else {}
             generation, roots = head.get("generation"), head.get("roots")

@@ -23,6 +23,7 @@ from typing import Any
 
 from ssdgram.errors import ConfigError, ManifestError
 from ssdgram.geometry import Geometry
+from ssdgram.layout.bounded import read_bounded
 from ssdgram.layout.format import FORMAT, MAX_ROW_BYTES, PAGE_BYTES, pages_of, rows_per_page
 from ssdgram.layout.places import column_path
 from ssdgram.layout.strict_json import parse_object
@@ -122,8 +123,7 @@ class Manifest:
         """The manifest of the store in folder `out`. ManifestError if it is missing, malformed or contradicts itself."""
         path = Path(out, MANIFEST)
         try:
-            with open(path, "rb") as file:
-                text = file.read(MAX_MANIFEST_BYTES + 1)
+            text = read_bounded(path, MAX_MANIFEST_BYTES)
         except (FileNotFoundError, NotADirectoryError):
             if Path(out, JOURNAL).exists():
                 raise ManifestError(f"{path} is missing: conversion not finished; run `ssdgram convert` again with the same "
@@ -131,8 +131,6 @@ class Manifest:
             raise ManifestError(f"{path} is missing: not a store; make one with `ssdgram convert CKPT {out}`") from None
         except OSError as error:
             raise ManifestError(f"{path}: cannot be read: {error.strerror or error}") from error
-        if len(text) > MAX_MANIFEST_BYTES:
-            raise ManifestError(f"{path}: more than {MAX_MANIFEST_BYTES} bytes, no manifest")
         try:
             return cls.from_json(parse_object(text))
         except (ValueError, ConfigError) as error:
@@ -170,8 +168,7 @@ class Manifest:
 def identity(out: str | os.PathLike[str]) -> str:
     """A fingerprint of manifest.json's bytes, "" if there is none: differs after the store was replaced. Costs one small read."""
     try:
-        with open(Path(out, MANIFEST), "rb") as file:
-            return hashlib.sha256(file.read(MAX_MANIFEST_BYTES)).hexdigest()
+        return hashlib.sha256(read_bounded(Path(out, MANIFEST), MAX_MANIFEST_BYTES)).hexdigest()
     except OSError:
         return ""
 

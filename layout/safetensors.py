@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ssdgram.errors import CheckpointError
+from ssdgram.layout.bounded import read_bounded, regular
 from ssdgram.layout.strict_json import parse_object
 
 MAX_HEADER_BYTES = 100_000_000                               # the bound of the format's own reader
@@ -50,7 +51,7 @@ def read_whole_header(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], 
     """As `read_header`, and the file's metadata."""
     path = Path(path)
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=regular) as file:
             file_size = os.fstat(file.fileno()).st_size
             if file_size < 8:
                 raise CheckpointError(f"{path}: {file_size} bytes, too short for a safetensors file (8 bytes of header length)")
@@ -127,12 +128,9 @@ def read_index(folder: str | os.PathLike[str]) -> dict[str, Path]:
             raise CheckpointError(f"{folder}: neither {INDEX} nor {SINGLE} is there; give the folder of a checkpoint")
         return dict.fromkeys(read_header(single), single)
     try:
-        with open(index, "rb") as file:
-            text = file.read(MAX_INDEX_BYTES + 1)
+        text = read_bounded(index, MAX_INDEX_BYTES)
     except OSError as error:
         raise CheckpointError(f"{index}: cannot be read: {error.strerror or error}") from error
-    if len(text) > MAX_INDEX_BYTES:
-        raise CheckpointError(f"{index}: more than the {MAX_INDEX_BYTES} bytes allowed")
     weight_map = _strict_json(index, text, "file").get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: weight_map is missing, empty or no object")

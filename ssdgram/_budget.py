@@ -40,7 +40,7 @@ def parse_size(value: str | int, name: str = "size") -> int:
             raise BudgetError(f"{name} is {value}: expected a number of bytes, 0 or more")
         return value
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value) if isinstance(value, str) else None
-    if match is None or match[2].upper() not in UNITS:
+    if match is None or match[2].upper() not in UNITS or len(match[1]) > 64:
         raise BudgetError(f"{name} is {value!r}: expected bytes such as 1073741824, '512MiB' or '1.5GiB'")
     return int(float(match[1]) * UNITS[match[2].upper()])
 

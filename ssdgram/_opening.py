@@ -7,6 +7,7 @@ been checked, so the compiled loops need not look at a size, a file or a count a
 from __future__ import annotations
 
 import contextlib
+import errno
 import operator
 import os
 from collections.abc import Sequence
@@ -23,8 +24,9 @@ from ssdgram._budget import Shape, Sizes
 from ssdgram._plan_state import Plan
 from ssdgram._state import State
 from ssdgram.cache import sketch
-from ssdgram.errors import ConfigError, FormatError, IdentityError
+from ssdgram.errors import ConfigError, FormatError, IdentityError, ReadError
 from ssdgram.geometry import Geometry
+from ssdgram.layout.direct import REFUSED
 from ssdgram.layout.manifest import Manifest
 from ssdgram.layout.page import PAGE_BYTES, describe, page_fault, signed
 
@@ -69,21 +71,26 @@ def open_files(paths: Sequence[Path]) -> tuple[list[tuple[int, int]], list[Path]
     try:
         for path in paths:
             buffered = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            pairs.append((-1, buffered))                     # closed with the others whatever happens next
             try:
-                pairs.append((os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT), buffered))
-            except OSError:
-                pairs.append((os.dup(buffered), buffered))
+                pairs[-1] = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT), buffered
+            except OSError as error:
+                if error.errno not in REFUSED:
+                    raise
+                pairs[-1] = os.dup(buffered), buffered
                 refused.append(path)
     except OSError as error:
         close_files(pairs)
-        raise FormatError(f"{error.filename or path}: {error.strerror}; the store is not whole, or may not be read") from error
+        advice = "raise the limit of open files (ulimit -n)" if error.errno in (errno.EMFILE, errno.ENFILE) else \
+            "the store is not whole, or may not be read"
+        raise FormatError(f"{error.filename or path}: {error.strerror}; {advice}") from error
     return pairs, refused
 
 
 def close_files(pairs: Sequence[tuple[int, int]]) -> None:
     """Close all of them."""
     for pair in pairs:
-        for descriptor in pair:
+        for descriptor in pair:                              # -1: was not opened
             with contextlib.suppress(OSError):
                 os.close(descriptor)
 
@@ -92,7 +99,11 @@ def check_first_pages(manifest: Manifest, files: np.ndarray, paths: Sequence[Pat
     """IdentityError unless the first page of every file is the one of its store, layer and column."""
     buffer = np.zeros(PAGE_BYTES, np.uint8)
     for record, path in zip(files, paths, strict=True):
-        data = os.pread(int(record["buffered_fd"]), PAGE_BYTES, 0)
+        try:
+            data = os.pread(int(record["buffered_fd"]), PAGE_BYTES, 0)
+        except OSError as error:
+            raise ReadError(f"{path}, page 0: {error.strerror}; look at the drive (dmesg), restore the file or convert again",
+                            layer=int(record["layer"]), file=str(path), page=0) from error
         os.posix_fadvise(int(record["buffered_fd"]), 0, PAGE_BYTES, os.POSIX_FADV_DONTNEED)
         buffer[:] = 0
         buffer[:len(data)] = np.frombuffer(data, np.uint8)

@@ -6,14 +6,13 @@ Invariant: counts are checked before any work that grows with them.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ssdgram.constants import INT64_MAX, deal_primes, engram_multipliers, ple_multipliers, running_sums
 from ssdgram.errors import ConfigError
-from ssdgram.fields import Fields, show
+from ssdgram.fields import Fields, read_object, show
 from ssdgram.geometry import ENGRAM, MAX_COLUMNS, MAX_NGRAM, MAX_ROW_DIM, MAX_TOKEN_IDS, PLE, Geometry, check_counts
 
 MAX_CONFIG_BYTES = 16 << 20
@@ -112,17 +111,4 @@ def _image_token(fields: Fields) -> int | None:
 def _read_json(path: Path) -> Mapping[str, Any]:
     if path.is_dir():
         path = path / "config.json"
-    try:
-        with open(path, "rb") as file:
-            text = file.read(MAX_CONFIG_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}): expected a model's config.json") from error
-    if len(text) > MAX_CONFIG_BYTES:
-        raise ConfigError(f"{path} has more than {MAX_CONFIG_BYTES} bytes: expected a model's config.json")
-    try:
-        config = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON ({error}): expected a model's config.json") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path} holds {show(config)}: expected an object")
-    return config
+    return read_object(path, MAX_CONFIG_BYTES, ConfigError, "a model's config.json")

@@ -6,13 +6,29 @@ its messages are short however long the value is.
 
 from __future__ import annotations
 
+import json
 import reprlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from ssdgram.errors import ConfigError
+from ssdgram.errors import ConfigError, TokenMapError
+from ssdgram.layout.bounded import read_bounded
 
 MAX_ENTRIES = 4096                                           # of any list of integers
+
+
+def read_object(path: Path, most: int, error: type[ConfigError | TokenMapError], expected: str) -> dict[str, Any]:
+    """The JSON object in a file of at most that many bytes; `error`, which says what was expected, if it is something else."""
+    try:
+        value = json.loads(read_bounded(path, most))
+    except OSError as reason:
+        raise error(f"{path} cannot be read ({reason.strerror}): expected {expected}") from reason
+    except (ValueError, RecursionError) as reason:
+        raise error(f"{path} is not JSON ({reason}): expected {expected}") from reason
+    if not isinstance(value, dict):
+        raise error(f"{path} holds {show(value)}: expected an object")
+    return value
 
 
 class Fields:

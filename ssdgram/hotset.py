@@ -31,6 +31,7 @@ from ssdgram._state import P_CODE_BYTES, P_GENERATION, P_SCALE_BYTES, P_SLOT_STR
 from ssdgram.cache.directory import EMPTY, WAYS, probe, set_of
 from ssdgram.cache.policy import rank, touch
 from ssdgram.errors import HotSetError
+from ssdgram.layout.bounded import regular
 from ssdgram.layout.manifest import sync_folder
 
 if TYPE_CHECKING:
@@ -183,7 +184,7 @@ def load(store: Store, path: str | os.PathLike[str]) -> int:
     malformed or of another store is passed over with a warning: the store then starts cold."""
     layout = _Layout(store)
     try:
-        with open(path, "rb", buffering=0) as file:
+        with open(path, "rb", buffering=0, opener=regular) as file:
             count = _checked_header(store, layout, file.read(BLOCK), os.fstat(file.fileno()).st_size, path)
             return _load_blocks(store, layout, file.fileno(), count, path)
     except FileNotFoundError:

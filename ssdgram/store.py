@@ -43,10 +43,12 @@ from ssdgram.errors import (
     BudgetError,
     ConfigError,
     ForkedStoreError,
+    HotSetError,
     SSDGramError,
     StoreBusyError,
     StoreClosedError,
     StoreReplacedError,
+    UnavailableError,
 )
 from ssdgram.hotset import load as load_hotset
 from ssdgram.hotset import save as save_hotset
@@ -155,6 +157,8 @@ class Store:
         self.notices: list[str] = []
         self._lock = threading.RLock()                       # a dropped Batch may be released by the collector at any point
         self._tickets = 0
+        if hotset is not None and not Path(hotset).name:
+            raise ConfigError(f"hotset={hotset!r}: expected the path of a file")
         self._hotset, self.hot_bundles, self.hotset_load_s = hotset, 0, 0.0
         self._cuda: CudaSide | None = None
         self._gds: _gds.Port | None = None
@@ -241,7 +245,18 @@ class Store:
             raise
         self._thread = threading.Thread(target=_run_planner, args=(self._plan, self._state, tuning.affinity), name="ssdgram-planner",
                                         daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:                        # a limit of threads
+            self._state.control[s.STOP] = 1
+            self._queue.wake_all()
+            self._queue.join()
+            self._queue.close()
+            if self._cuda is not None:
+                self._cuda.close()
+            self._arena.close()
+            raise UnavailableError(f"the planner's thread cannot be started ({error}): raise the limit of threads (ulimit -u, the "
+                                   f"cgroup's pids.max)") from error
         self._closed = False
         _open_stores.add(self)
         self._looked_ns = time.monotonic_ns()
@@ -387,7 +402,7 @@ class Store:
         if self._hotset is not None:
             try:
                 log.info("%s: %d bundles written to hot set %s", self.path, save_hotset(self, self._hotset), self._hotset)
-            except OSError as error:
+            except (OSError, HotSetError) as error:
                 log.warning("%s: hot set %s was not written: %s", self.path, self._hotset, error)
 
     def _keep_recording(self) -> None:

@@ -8,7 +8,6 @@ Invariant: the map has one entry per raw id, and compressed ids are dealt out in
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import sys
@@ -20,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ssdgram.errors import TokenMapError
-from ssdgram.fields import show
+from ssdgram.fields import read_object, show
 
 MAX_TOKENIZER_BYTES = 256 << 20
 MAX_IDS = 1 << 24
@@ -103,7 +102,7 @@ def _spellings(path: Path) -> list[str]:
     """The raw vocabulary string of every id, 0 to the last."""
     if path.is_dir():
         path = path / "tokenizer.json"
-    root = _read_json(path)
+    root = read_object(path, MAX_TOKENIZER_BYTES, TokenMapError, "a tokenizer.json")
     model, decoder, added = root.get("model"), root.get("decoder"), root.get("added_tokens", [])
     if not isinstance(decoder, dict) or decoder.get("type") != "ByteLevel":
         raise TokenMapError(f"{path}: the decoder is {show(decoder)}: expected type ByteLevel, the only one known here")
@@ -131,23 +130,6 @@ def _added_token(path: Path, entry: Any) -> tuple[str, Any]:
     if not isinstance(content, str):
         raise TokenMapError(f"{path}: added token {show(entry)}: expected an object with content and id")
     return content, entry.get("id")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        with open(path, "rb") as file:
-            text = file.read(MAX_TOKENIZER_BYTES + 1)
-    except OSError as error:
-        raise TokenMapError(f"{path} cannot be read ({error.strerror}): expected a tokenizer.json") from error
-    if len(text) > MAX_TOKENIZER_BYTES:
-        raise TokenMapError(f"{path} has more than {MAX_TOKENIZER_BYTES} bytes: expected a tokenizer.json")
-    try:
-        root = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise TokenMapError(f"{path} is not JSON ({error}): expected a tokenizer.json") from error
-    if not isinstance(root, dict):
-        raise TokenMapError(f"{path} holds {show(root)}: expected an object")
-    return root
 
 
 class _Callable(types.ModuleType):

@@ -109,6 +109,21 @@ def test_a_hot_set_that_cannot_be_written_does_not_keep_a_store_from_closing(sto
     assert "was not written" in caplog.text
 
 
+def test_a_hot_set_that_has_no_header_does_not_keep_a_store_from_closing(store_folder, tmp_path, caplog, monkeypatch):
+    def refuse(layout, store, count):
+        raise ssdgram.HotSetError("too many columns")
+
+    store = ssdgram.open(store_folder, dram="16MiB", hotset=tmp_path / "hot")
+    monkeypatch.setattr(hotset._Layout, "header", refuse)
+    store.close()
+    assert "was not written: too many columns" in caplog.text
+
+
+def test_a_hot_set_needs_a_name(store_folder):
+    with pytest.raises(ssdgram.ConfigError, match="expected the path of a file"):
+        ssdgram.open(store_folder, hotset="")
+
+
 def test_a_header_of_another_file_is_a_typed_error(store_folder, tmp_path):
     with ssdgram.open(store_folder, dram="16MiB") as store, pytest.raises(ssdgram.HotSetError, match="no hot set"):
         hotset._checked_header(store, hotset._Layout(store), b"x" * hotset.BLOCK, hotset.BLOCK, tmp_path / "other")

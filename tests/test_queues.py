@@ -317,6 +317,24 @@ def test_a_reader_that_cannot_start_is_named(columns, name, monkeypatch):
     rig.close()
 
 
+def test_a_thread_that_cannot_be_had_is_named(columns, name, monkeypatch):
+    """A limit of threads: those that started are ended."""
+    folder, _ = columns
+    rig, start, started = Rig(folder, name), threading.Thread.start, []
+
+    def refuse(thread):
+        if len(started) == rig.queue.readers - 1:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(UnavailableError, match="a reader could not start: can't start new thread"):
+        rig.queue.start()
+    assert not any(thread.is_alive() for thread in started)
+    rig.close()
+
+
 # ---------------------------------------------------------------- the choice
 
 

@@ -158,7 +158,7 @@ def test_broken_index(case, tmp_path):
 def test_index_too_long(tmp_path, monkeypatch):
     monkeypatch.setattr("ssdgram.layout.safetensors.MAX_INDEX_BYTES", 20)
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "x"}}')
-    with pytest.raises(CheckpointError, match="more than the 20 bytes"):
+    with pytest.raises(CheckpointError, match="more than 20 bytes"):
         read_index(tmp_path)
 
 

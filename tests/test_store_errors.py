@@ -1,11 +1,14 @@
 """What a Store refuses, with which error, and what the message says: found, expected, what to do."""
 
+import errno
+import os
 import shutil
+import threading
 import time
 
 import numpy as np
 import pytest
-from made_stores import IMPATIENT, QUICK, Made, assert_served, packed, set_fault, until
+from made_stores import IMPATIENT, QUICK, Made, assert_served, descriptors, packed, set_fault, until
 
 import ssdgram
 from ssdgram._state import FAULT_STALL
@@ -333,6 +336,55 @@ def test_a_file_that_is_missing_truncated_or_a_link(copy, tmp_path):
     path.mkdir()
     with pytest.raises(ssdgram.FormatError):
         copy.open()
+
+
+@pytest.mark.parametrize("number, words", [(errno.EMFILE, "raise the limit of open files"), (errno.EIO, "not whole, or may not be read")])
+def test_files_that_cannot_be_opened(engram, monkeypatch, number, words):
+    """Whichever open fails, direct or buffered: none of those before stays open, and no other error passes for "no O_DIRECT"."""
+    really, calls = os.open, []
+
+    def refuse(path, flags, *more):
+        if str(path).endswith(".rows"):
+            calls.append(path)
+            if len(calls) == last:
+                raise OSError(number, os.strerror(number), path)
+        return really(path, flags, *more)
+
+    monkeypatch.setattr(os, "open", refuse)
+    before = descriptors()
+    for last in (1, 2, 9, 48):
+        calls.clear()
+        with pytest.raises(ssdgram.FormatError, match=words):
+            engram.open()
+        assert descriptors() == before and len(calls) == last
+
+
+def test_a_first_page_that_cannot_be_read(engram, monkeypatch):
+    def refuse(descriptor, length, offset):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    before = descriptors()
+    monkeypatch.setattr(os, "pread", refuse)
+    with pytest.raises(ssdgram.ReadError, match=r"column-00.rows, page 0: Input/output error"):
+        engram.open()
+    assert descriptors() == before
+
+
+def test_a_planner_that_has_no_thread(engram, monkeypatch):
+    """A limit of threads: readers end, files and memory are given back."""
+    start = threading.Thread.start
+
+    def refuse(thread):
+        if thread.name == "ssdgram-planner":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    before = descriptors()
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(ssdgram.UnavailableError, match="the planner's thread cannot be started"):
+        engram.open()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ssdgram-")]
+    assert descriptors() == before
 
 
 @pytest.mark.parametrize("path", ["../outside.rows", "/etc/passwd", "layer-014/column-05.rows", "layer-001/../layer-001/column-05.rows"])

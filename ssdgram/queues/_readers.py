@@ -53,8 +53,12 @@ class Readers:
         """Start the threads; returns once all are about to enter their loops, or raises what kept one from it."""
         for reader in range(self.readers):
             thread = threading.Thread(target=self._run, args=(reader,), name=f"ssdgram-{self.name}-{reader}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:                    # a limit of threads
+                self._failure = error
+                break
             self._threads.append(thread)
-            thread.start()
         for _ in self._threads:
             self._entered.acquire()
         if self._failure is not None:
