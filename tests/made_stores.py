@@ -29,8 +29,9 @@ from ssdgram.store import Tuning
 from ssdgram.tools.synth import expected_rows
 
 QUEUES = ("uring", "threads") if queues.probe.io_uring().ok else ("threads",)
-QUICK = Tuning(readers=1, depth=16, degraded_after_s=20.0)
-THREADED = dataclasses.replace(QUICK, readers=6, depth=1)    # the same for the queue `threads`
+RING = Tuning(readers=1, depth=16, degraded_after_s=20.0)
+THREADED = dataclasses.replace(RING, readers=6, depth=1)     # the same for the queue `threads`, whose readers have one read each
+QUICK = RING if "uring" in QUEUES else THREADED              # for the queue `auto`
 IMPATIENT = Tuning(readers=1, depth=16, degraded_after_s=0.2, degraded_wait_s=0.1)         # for drives that stop answering
 
 

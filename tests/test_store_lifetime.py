@@ -35,6 +35,7 @@ def test_release_is_idempotent(engram, store):
     batch.wait()
     for _ in range(3):
         batch.release()
+    assert quiet(store)
     other = store.prefetch(engram.tokens(20, 1))             # has the row of the one before: further releases are not its
     assert other._row == batch._row
     batch.release()
