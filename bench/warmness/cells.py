@@ -24,6 +24,7 @@ WARM_SHARE = 0.01                                            # of a warm step's 
 BLOCKS = 4                                                   # turns of a placement in a cell's pass
 FRESH = 6                                                    # 1 / this of the trace, its end: where never seen positions are taken from
 UNSTABLE = 0.10                                              # medians of two passes that differ by more are marked
+ORDER = ("cold", "warm", "steady", "mixed")
 Say = Callable[[str], None]
 
 
@@ -41,9 +42,9 @@ class Clock:
     def spent_s(self) -> float:
         return time.monotonic() - self.begun
 
-    @property
-    def late(self) -> bool:
-        return self.spent_s > self.limit_s
+    def late(self, share: float = 1.0) -> bool:
+        """Whether more than that share of the time has passed."""
+        return self.spent_s > share * self.limit_s
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,9 @@ class Turn:
 class Matrix:
     """Runs the rows; `cells()` gives what came of them."""
 
-    def __init__(self, placements: dict[str, Placement], states: States, text: Text, sizes: Sizes, clock: Clock, say: Say) -> None:
+    def __init__(self, placements: dict[str, Placement], states: States, text: Text, sizes: Sizes, clock: Clock, say: Say,
+                 share: float = 1.0) -> None:
+        self.share = share                                   # of the run's time, what the matrix may take
         self.placements, self.states, self.text, self.sizes, self.clock, self.say = placements, states, text, sizes, clock, say
         half = len(text) // 2
         self.warm_span, self.first_half = (0, sizes.warm_tokens), (0, half)
@@ -145,8 +148,8 @@ class Matrix:
     # ------------------------------------------------------------ running
 
     def run(self, warmness: tuple[str, ...]) -> None:
-        """Both passes over all rows of a state, then the next state: files are read into the page cache once."""
-        for state in warmness:
+        """Both passes over all rows of a state, then the next state: cold, then warm, for which files are read once, then the rest."""
+        for state in sorted(warmness, key=ORDER.index):
             for number in range(PASSES):
                 begun = time.monotonic()
                 whole = Turn()
@@ -169,9 +172,9 @@ class Matrix:
         """Files and store of a state; the store is closed at the end."""
         files = [placement for placement in self.placements.values() if not placement.warm_only]
         for placement in files:
-            if state != "warm":
+            if state == "cold":
                 placement.forget()
-            elif not isinstance(placement, Ssdgram):
+            elif state == "warm" and not isinstance(placement, Ssdgram):
                 placement.load()
         ours = self.placements.get("ssdgram")
         if not isinstance(ours, Ssdgram):
@@ -212,8 +215,8 @@ class Matrix:
     def _begin(self, row: Row, name: str, placement: Placement, steps: list[Step], turn: Turn) -> None:
         """Whether the placement can take part; what has to be there before."""
         rate, rows = self._rates.get((name, row.warmness, placement.manner(row.tokens))), row.tokens * self._rows_a_token()
-        if self.clock.late:
-            turn.status, turn.why = "not run", f"the time limit of {self.sizes.limit_s:.0f} s had passed"
+        if self.clock.late(self.share):
+            turn.status, turn.why = "not run", f"{self.share * self.clock.limit_s:.0f} s, what the matrix may take, had passed"
         elif rate and rows / rate > self.sizes.longest_s:
             turn.status = "not run"
             turn.why = f"one lookup would take about {rows / rate:.0f} s at the {rate:,.0f} rows/s of smaller batches"

@@ -147,7 +147,11 @@ def reasons(result: dict[str, Any]) -> list[str]:
         if cell["status"] != "ok":
             found.setdefault((cell["placement"], cell["status"], cell["why"]), []).append(
                 f"{cell['warmness']} {cell['kind']} {cell['tokens']}")
-    return [f"{name} {status}{': ' if where else ''}{', '.join(where)}: {why}" for (name, status, why), where in found.items()]
+    return [f"{name} {status}{': ' if where else ''}{_some(list(dict.fromkeys(where)))}: {why}" for (name, status, why), where in found.items()]
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names) if len(names) <= 6 else f"{', '.join(names[:5])} and {len(names) - 5} more"
 
 
 def show(result: dict[str, Any]) -> None:

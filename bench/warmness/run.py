@@ -38,7 +38,7 @@ from ssdgram.tools.synth import expected_rows
 from ssdgram.tools.trace import Trace
 
 NAMES = ("hbm", "dram-uva", "dram-copy", "ssd-mmap", "ssd-pread", "ssdgram")
-GPU_NAMES = ("hbm", "dram-uva")
+MATRIX = 0.68                                                # of the time limit, where the step model follows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ def run(options: Options, say: Say = print) -> dict[str, Any]:
         for name in [name for name, found in checked.items() if found != "equal"]:
             absent[name] = {"status": "failed", "why": checked[name]}
             placements.pop(name, None)
-        matrix = Matrix(placements, states, text, options.sizes, clock, say)
+        matrix = Matrix(placements, states, text, options.sizes, clock, say, MATRIX if options.step else 1.0)
         matrix.run(options.warmness)
         one_read = one_read_us(table.paths[0])
         model = StepModel(placements, states, text, options.sizes, clock, say, share=dram / table.bytes, one_read_us=one_read["p50"],

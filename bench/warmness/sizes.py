@@ -34,8 +34,8 @@ class Sizes:
         """Lookups of a cell in one pass, at most."""
         if kind == "prefill":
             return max(2, min(6, 16_384 // tokens)) if warmness == "warm" else 2
-        most = self.warm_tokens if warmness == "warm" else 2_048
-        return max(4, min(100 if warmness == "warm" else 24, most // tokens))
+        most, few = (self.warm_tokens, 100) if warmness == "warm" else (2_048, 12 if self.name == "quick" else 24)
+        return max(4, min(few, most // tokens))
 
     def changed(self, **given: Any) -> Sizes:
         """With what was given (not None) in place of the preset's."""
@@ -43,10 +43,10 @@ class Sizes:
 
 
 PRESETS = {
-    "quick": Sizes("quick", rows=150_000, trace_tokens=49_152, warm_tokens=8_192, decode=(1, 64, 256), prefill=(512, 2048),
-                   budget_s=0.5, longest_s=6.0, step_batches=(64, 256), step_count=10, prompt=2048, limit_s=150),
+    "quick": Sizes("quick", rows=150_000, trace_tokens=32_768, warm_tokens=8_192, decode=(1, 64, 256), prefill=(512, 2048),
+                   budget_s=0.4, longest_s=5.0, step_batches=(64, 256), step_count=10, prompt=2048, limit_s=165),
     "cpu": Sizes("cpu", rows=500_000, trace_tokens=98_304, warm_tokens=16_384, decode=(1, 16, 64, 256), prefill=(512, 2048, 8192),
                  budget_s=1.0, longest_s=12.0, step_batches=(64, 256), step_count=16, prompt=2048, limit_s=400),
-    "gpu": Sizes("gpu", rows=800_000, trace_tokens=163_840, warm_tokens=32_768, decode=(1, 16, 64, 256), prefill=(512, 2048, 8192),
-                 budget_s=0.8, longest_s=12.0, step_batches=(64, 256), step_count=40, prompt=2048, limit_s=430),
+    "gpu": Sizes("gpu", rows=640_000, trace_tokens=163_840, warm_tokens=32_768, decode=(1, 16, 64, 256), prefill=(512, 2048, 8192),
+                 budget_s=0.8, longest_s=12.0, step_batches=(64, 256), step_count=40, prompt=2048, limit_s=500),
 }

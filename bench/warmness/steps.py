@@ -21,7 +21,7 @@ from ssdgram.bench.warmness import stand_in
 from ssdgram.bench.warmness.cells import BLOCKS, FRESH, UNSTABLE, Clock, Say, Turn, guarded
 from ssdgram.bench.warmness.meter import percentiles
 from ssdgram.bench.warmness.placements import Placement, Ssdgram
-from ssdgram.bench.warmness.sizes import PASSES, WARMNESS, Sizes
+from ssdgram.bench.warmness.sizes import PASSES, Sizes
 from ssdgram.bench.warmness.stand_in import ENGRAM, LAYERS, PREFILL_US_A_TOKEN, decode_us
 from ssdgram.bench.warmness.states import States, load
 from ssdgram.bench.warmness.text import Step, Text
@@ -30,6 +30,7 @@ NONE = "none"                                                # the stand-in alon
 HIDDEN = 0.01                                                # of a step: what counts as hidden
 SHARES = (64, 32, 16, 8)                                     # DRAM budgets of the sweep: 1 / these of the table
 SWEEP_STREAMS = 64
+ORDER = ("warm", "steady", "mixed", "cold")                  # warm first: the files are still in the page cache
 Key = tuple[str, str, str, int, bool]                        # placement, warmness, kind, tokens, prefetch
 
 
@@ -124,7 +125,7 @@ class StepModel:
 
         Without prefetch: warm and steady alone.
         """
-        for state in sorted(warmness, key=WARMNESS.index, reverse=True):
+        for state in sorted(warmness, key=ORDER.index):
             begun = time.monotonic()
             for number in range(PASSES):
                 for tokens in self.sizes.step_batches:
@@ -143,7 +144,7 @@ class StepModel:
                                   if name == "ssdgram" or state == "warm" or (state == "cold" and not placement.warm_only)}
         for name, loop in loops.items():
             self._loops.setdefault((name, state, kind, tokens, prefetch), []).append(loop)
-        if self.clock.late:
+        if self.clock.late():
             for loop in loops.values():
                 loop.turn.status, loop.turn.why = "not run", f"the time limit of {self.sizes.limit_s:.0f} s had passed"
             return
@@ -211,7 +212,7 @@ class StepModel:
         steps, compute = self.steps("steady", "decode", SWEEP_STREAMS), self.compute("decode", SWEEP_STREAMS)
         whole = self.states.dram
         for share in SHARES:
-            if self.clock.late:
+            if self.clock.late():
                 return
             loop, dram = Loop(), whole * SHARES[-1] // share
             with guarded(loop.turn):
