@@ -147,7 +147,8 @@ def reasons(result: dict[str, Any]) -> list[str]:
         if cell["status"] != "ok":
             found.setdefault((cell["placement"], cell["status"], cell["why"]), []).append(
                 f"{cell['warmness']} {cell['kind']} {cell['tokens']}")
-    return [f"{name} {status}{': ' if where else ''}{_some(list(dict.fromkeys(where)))}: {why}" for (name, status, why), where in found.items()]
+    return [f"{name} {status}{': ' if where else ''}{_some(list(dict.fromkeys(where)))}: {why}"
+            for (name, status, why), where in found.items()]
 
 
 def _some(names: list[str]) -> str:
