@@ -15,7 +15,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from ssdgram.bench.warmness.report import PLACES, STATES
 
@@ -198,6 +198,7 @@ def hit_rate(result: dict[str, Any]) -> Figure | None:
                   label="all orders" if order == "all" else f"{order}-grams")
     axis.axvline(result["budget"]["dram"], color="#555555", linestyle="--", linewidth=1)
     axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_locator(LogLocator(base=4))
     axis.xaxis.set_major_formatter(FuncFormatter(_bytes))
     axis.set_ylim(0, 100)
     axis.text(result["budget"]["dram"], 2, " budget", color="#555555", va="bottom", rotation=90, ha="right")
