@@ -6,7 +6,7 @@
     mode(before, after)                "gds" | "p2p" | "compatibility", from what cuFile counted between two looks
 
 Opening the cuFile driver on a machine without a GPU never returns (seen), so whoever calls this has a CUDA device at hand, and
-`ssdgram doctor` asks in a process of its own. It knows nothing of pages or stores. Call forms are those of cuda-bindings 12.9
+`ssdgram doctor` asks in a process of its own. It knows nothing of pages or stores. Call forms are those of cuda-bindings 12.9.4
 to 13.5, where every structure may be given by its address.
 """
 
@@ -78,9 +78,12 @@ def in_time(call: Callable[[], Any], what: str, current: Callable[[], AbstractCo
 def load() -> Any:
     """The module cuda.bindings.cufile; UnavailableError says what to install. No driver is opened."""
     try:
-        return importlib.import_module("cuda.bindings.cufile")
+        cufile = importlib.import_module("cuda.bindings.cufile")
     except ImportError as error:
         raise UnavailableError(f"queue 'gds' needs cuFile's Python bindings, which are not there ({error}): {INSTALL}") from error
+    if not hasattr(cufile, "io_params_dtype"):
+        raise UnavailableError(f"queue 'gds' needs newer bindings of cuFile (cuda-bindings 12.9.4, 13.0.3 and 13.5 will do): {INSTALL}")
+    return cufile
 
 
 def open_driver(cufile: Any) -> bool:
@@ -115,7 +118,7 @@ def properties(cufile: Any) -> dict[str, int]:
 
 def counters(cufile: Any) -> dict[str, int]:
     """Batch submissions that cuFile counted since its driver was opened, by path; empty if it does not count."""
-    if not hasattr(cufile, "get_stats_l1"):
+    if not hasattr(cufile, "stats_level1_dtype"):
         return {}
     record = np.zeros(1, cufile.stats_level1_dtype)
     try:
@@ -182,10 +185,13 @@ def probe(folder: str) -> dict[str, Any]:
     return found
 
 
+PROBE = ("import json, os, sys; from ssdgram._cufile import probe; print(json.dumps(probe(sys.argv[1])), flush=True); "
+         "os._exit(0)")                                      # not by way of destructors: what hangs in a driver stays behind
+
+
 def probe_in_child(folder: Path, timeout_s: float = 60.0) -> dict[str, Any]:
     """As `probe`, in a process that is ended after `timeout_s`: for those who only want to know."""
-    command = [sys.executable, "-c", "import json, os, sys; from ssdgram._cufile import probe; "
-               "print(json.dumps(probe(sys.argv[1])), flush=True); os._exit(0)", str(folder)]
+    command = [sys.executable, "-c", PROBE, str(folder)]
     package = str(Path(__file__).resolve().parent.parent)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))}
     try:

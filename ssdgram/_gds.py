@@ -53,10 +53,11 @@ def open_port(device_name: str) -> Port:
     import torch
 
     from ssdgram._cuda import checked_device
+    from ssdgram._gds_cuda import bound
 
     device = checked_device(device_name)
     cufile = _cufile.load()
     torch.zeros(1, device=device)
     torch.cuda.synchronize(device)                           # CUDA has answered: only now may the cuFile driver be opened
-    _cufile.in_time(lambda: _cufile.open_driver(cufile), "opening the cuFile driver", lambda: torch.cuda.device(device))
+    _cufile.in_time(lambda: _cufile.open_driver(cufile), "opening the cuFile driver", lambda: bound(device))
     return Port(cufile)

@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 
 from ssdgram import _state as s
@@ -24,7 +25,17 @@ from ssdgram.kernels.gather import mark_done, mark_launch
 from ssdgram.kernels.launch import preload
 
 ALIGNMENT = 1 << 16                                          # of staging: the GPU's own pages
-PR_SET_TIMERSLACK = 29
+PAGE = 4096
+
+
+@contextlib.contextmanager
+def bound(device: torch.device) -> Iterator[None]:
+    """The device's context is current in this thread, for callers of CUDA's driver such as cuFile too."""
+    runtime = ctypes.CDLL(_loaded("libcudart"))
+    with torch.cuda.device(device):
+        if runtime.cudaSetDevice(device.index) != 0 or runtime.cudaFree(None) != 0:
+            raise UnavailableError(f"CUDA does not make {device} current in a new thread")
+        yield
 
 
 class CudaRounds:
@@ -77,11 +88,16 @@ class CudaDevice:
         """The device's address of the arena's memory."""
         return device_address(address) if self._pinned else address
 
+    def host_buffer(self, size: int) -> tuple[np.ndarray, int]:
+        """Pinned memory, page aligned, at one address for both."""
+        whole = torch.empty(size + PAGE, dtype=torch.uint8, pin_memory=True)
+        start = -whole.data_ptr() % PAGE
+        return whole[start:start + size].numpy(), whole.data_ptr() + start
+
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Device and a stream of high priority are current in this thread; its sleeps end within microseconds of their time."""
-        ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1000, 0, 0, 0)
-        with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.Stream(self.device, priority=-1)):
+        """Device and a stream of high priority are current in this thread."""
+        with bound(self.device), torch.cuda.stream(torch.cuda.Stream(self.device, priority=-1)):
             yield
 
     def close(self) -> None:

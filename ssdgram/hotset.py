@@ -12,25 +12,21 @@ Written at close, read at open, before the planner runs; it knows the planner's 
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import mmap
 import os
 import struct
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ssdgram._compiled import address_of, compiled_lean, copy_bytes, crc32c, crc32c_update, crc32c_word, load_u32, load_u64
-from ssdgram._plan_state import C_FREE, C_IDLE, SLOT_READY
-from ssdgram._slots import take
-from ssdgram._state import P_CODE_BYTES, P_GENERATION, P_SCALE_BYTES, P_SLOT_STRIDE
-from ssdgram.cache.directory import EMPTY, WAYS, probe, set_of
-from ssdgram.cache.policy import rank, touch
-from ssdgram.errors import HotSetError
+from ssdgram._compiled import address_of, compiled_lean, copy_bytes, crc32c
+from ssdgram._hotset_load import BLOCK, ENTRY_HEAD, head_check, load_blocks
+from ssdgram._plan_state import SLOT_READY
+from ssdgram._state import P_CODE_BYTES, P_SCALE_BYTES, P_SLOT_STRIDE
+from ssdgram.cache.directory import EMPTY, WAYS
+from ssdgram.cache.policy import rank
+from ssdgram.errors import HotSetError, UnavailableError
 from ssdgram.layout.bounded import regular
 from ssdgram.layout.manifest import sync_folder
 
@@ -38,13 +34,12 @@ if TYPE_CHECKING:
     from ssdgram.store import Store
 
 log = logging.getLogger("ssdgram")
-MAGIC, VERSION, BLOCK = 0x48474453, 1, 4096                  # "SDGH"
+MAGIC, VERSION = 0x48474453, 1                               # "SDGH"
 _FIXED = struct.Struct("<IIQIIQII")
-READ_BYTES = 8 << 20                                         # of blocks, at a time
-ENTRY_HEAD = 16
+WRITE_BYTES = 8 << 20                                        # of blocks, at a time
 
 
-class _Layout:
+class Layout:
     """Sizes of the entries and blocks of a store's hot set."""
 
     def __init__(self, store: Store) -> None:
@@ -71,73 +66,6 @@ def _checksum(text: bytes) -> int:
 
 
 @compiled_lean
-def row_check(generation, layer, column, row, codes, code_bytes, scales, scale_bytes):  # type: ignore[no-untyped-def]
-    """The row check (layout.page.row_crc) of a row whose codes and scales lie apart, uint32."""
-    state = crc32c_word(np.uint32(0xFFFFFFFF), generation)
-    state = crc32c_word(state, np.int64(layer) | (np.int64(column) << 32))
-    state = crc32c_word(state, row)
-    state = crc32c_update(state, codes, code_bytes)
-    return crc32c_update(state, scales, scale_bytes) ^ np.uint32(0xFFFFFFFF)
-
-
-@compiled_lean
-def head_check(state, group, x, head, bundle):  # type: ignore[no-untyped-def]
-    """The row check of head `head` of the bundle (x, group) that lies at address `bundle`."""
-    code_bytes, scale_bytes = state.params[P_CODE_BYTES], state.params[P_SCALE_BYTES]
-    file = state.files[group.file + head]
-    return row_check(state.params[P_GENERATION], file.layer, file.column, x % file.rows, bundle + head * code_bytes, code_bytes,
-                     bundle + group.heads * code_bytes + head * scale_bytes, scale_bytes)
-
-
-@compiled_lean
-def entry_is_right(plan, state, entry):  # type: ignore[no-untyped-def]
-    """Whether the entry at that address is one of this store whose rows are all right."""
-    x, word = np.int64(load_u64(entry)), np.int64(load_u64(entry + 8))
-    if x < 0 or word < 0 or word > 255 or plan.group_index[word] < 0:
-        return False
-    group = plan.groups[plan.group_index[word]]
-    for head in range(group.heads):
-        if head_check(state, group, x, head, entry + ENTRY_HEAD + 4 * group.heads) != load_u32(entry + ENTRY_HEAD + 4 * head):
-            return False
-    return group.heads > 0
-
-
-@compiled_lean
-def put_entry(plan, state, entry):  # type: ignore[no-untyped-def]
-    """Give the bundle of an entry that is right a slot and a directory entry. The planner does not run yet."""
-    x, number = np.int64(load_u64(entry)), np.uint8(load_u64(entry + 8) & np.uint64(255))
-    group = plan.groups[plan.group_index[number]]
-    s = set_of(x, number, plan.directory.shape[0])
-    if probe(plan.directory, s, x, number) >= 0:
-        return
-    slot = take(plan.control, plan.stats, plan.directory, plan.sketch, plan.slots, plan.hbm, plan.overflow, s, x, number, 1)
-    row_bytes = state.params[P_CODE_BYTES] + state.params[P_SCALE_BYTES]
-    copy_bytes(address_of(state.slab, slot * state.params[P_SLOT_STRIDE]), entry + ENTRY_HEAD + 4 * group.heads, group.heads * row_bytes)
-    plan.slots[slot].status = SLOT_READY
-    plan.control[C_IDLE] += 1
-    way = probe(plan.directory, s, x, number)
-    if way >= 0:
-        touch(plan.directory, plan.sketch, s, way)
-        touch(plan.directory, plan.sketch, s, way)           # it was hot: a newcomer has to earn its place
-
-
-@compiled_lean
-def put_entries(plan, state, data, count, per_block, block_bytes, entry_bytes, keep_free):  # type: ignore[no-untyped-def]
-    """Put the first `count` entries of the blocks in `data` (uint8) into the cache. (looked at, dropped); stops while
-    `keep_free` slots are left."""
-    dropped = 0
-    for k in range(count):
-        if plan.control[C_FREE + 1] <= keep_free:
-            return k, dropped
-        entry = address_of(data, (k // per_block) * block_bytes + (k % per_block) * entry_bytes)
-        if entry_is_right(plan, state, entry):
-            put_entry(plan, state, entry)
-        else:
-            dropped += 1
-    return count, dropped
-
-
-@compiled_lean
 def rank_entries(plan, ranks, slots_out):  # type: ignore[no-untyped-def]
     """List the READY bundles of the directory: their ranks (int64) and slots (int32), arrays as long as there are ways. How many."""
     count = 0
@@ -152,14 +80,17 @@ def rank_entries(plan, ranks, slots_out):  # type: ignore[no-untyped-def]
 
 
 @compiled_lean
-def fill_entries(plan, state, chosen, data, per_block, block_bytes, entry_bytes):  # type: ignore[no-untyped-def]
-    """Write the bundles of the slots `chosen` (int32) as entries into the blocks in `data` (uint8, zeroed)."""
+def fill_entries(plan, state, bundles, in_order, chosen, data, per_block, block_bytes, entry_bytes):  # type: ignore[no-untyped-def]
+    """Write the bundles of the slots `chosen` (int32) as entries into the blocks in `data` (uint8, zeroed).
+
+    bundles: uint8, the slab, or (`in_order`) only the chosen slots, one behind the other.
+    """
     row_bytes = state.params[P_CODE_BYTES] + state.params[P_SCALE_BYTES]
     for k in range(chosen.shape[0]):
         slot = np.int64(chosen[k])
         entry = (k // per_block) * block_bytes + (k % per_block) * entry_bytes
         group = plan.groups[plan.group_index[plan.slots[slot].group]]
-        bundle = address_of(state.slab, slot * state.params[P_SLOT_STRIDE])
+        bundle = address_of(bundles, (k if in_order else slot) * state.params[P_SLOT_STRIDE])
         put_u64(data, entry, np.uint64(plan.slots[slot].x))
         put_u64(data, entry + 8, np.uint64(plan.slots[slot].group))
         for head in range(group.heads):
@@ -182,11 +113,13 @@ def put_u64(data, place, value):  # type: ignore[no-untyped-def]
 def load(store: Store, path: str | os.PathLike[str]) -> int:
     """Fill the cache of a store that does not serve yet from the hot set at `path`; bundles taken. A file that is missing,
     malformed or of another store is passed over with a warning: the store then starts cold."""
-    layout = _Layout(store)
+    layout = Layout(store)
     try:
         with open(path, "rb", buffering=0, opener=regular) as file:
             count = _checked_header(store, layout, file.read(BLOCK), os.fstat(file.fileno()).st_size, path)
-            return _load_blocks(store, layout, file.fileno(), count, path)
+            return load_blocks(store, layout, path, file.fileno(), count)
+    except UnavailableError:                                 # a GPU or a driver that does not answer: not the file's fault
+        raise
     except FileNotFoundError:
         log.info("hot set %s is not there yet: the store starts cold, and writes it when it is closed", path)
     except (OSError, HotSetError) as error:
@@ -194,7 +127,7 @@ def load(store: Store, path: str | os.PathLike[str]) -> int:
     return 0
 
 
-def _checked_header(store: Store, layout: _Layout, text: bytes, size: int, path: str | os.PathLike[str]) -> int:
+def _checked_header(store: Store, layout: Layout, text: bytes, size: int, path: str | os.PathLike[str]) -> int:
     """Entries of the hot set; HotSetError if it is damaged or not of this store, its columns and layers."""
     if len(text) < BLOCK or struct.unpack_from("<I", text, BLOCK - 4)[0] != _checksum(text[:BLOCK - 4]):
         raise HotSetError(f"{path}: its header is damaged, or it is no hot set")
@@ -208,79 +141,26 @@ def _checked_header(store: Store, layout: _Layout, text: bytes, size: int, path:
     return int(count)
 
 
-def _load_blocks(store: Store, layout: _Layout, descriptor: int, count: int, path: str | os.PathLike[str]) -> int:
-    blocks_at_once = max(1, READ_BYTES // layout.block_bytes)
-    keep_free = len(store._plan.slots) // 64 + len(store._plan.groups)
-    buffers = [np.frombuffer(mmap.mmap(-1, blocks_at_once * layout.block_bytes), np.uint8) for _ in range(2)]
-    steps = [(start, min(blocks_at_once * layout.per_block, count - start))
-             for start in range(0, count, blocks_at_once * layout.per_block)]
-    dropped = 0
-    with _direct(path) as direct, ThreadPoolExecutor(1) as reading:
-        source = direct if direct is not None else descriptor
-
-        def read(step: int) -> int:
-            start, entries = steps[step]
-            wanted = -(-entries // layout.per_block) * layout.block_bytes
-            return _read_whole(source, buffers[step % 2][:wanted], BLOCK + start // layout.per_block * layout.block_bytes)
-
-        ahead = reading.submit(read, 0) if steps else None
-        for step, (_, entries) in enumerate(steps):
-            assert ahead is not None
-            got = ahead.result()
-            ahead = reading.submit(read, step + 1) if step + 1 < len(steps) else None
-            whole = min(entries, got // layout.block_bytes * layout.per_block)
-            looked, bad = put_entries(store._plan, store._state, buffers[step % 2], whole, layout.per_block, layout.block_bytes,
-                                      layout.entry_bytes, keep_free)
-            dropped += bad
-            if looked < entries:
-                break
-    if dropped:
-        store._note(f"hot set {path}: {dropped} entries whose rows have a wrong checksum were dropped")
-    return int(store._plan.control[C_IDLE])
-
-
-def _read_whole(descriptor: int, buffer: np.ndarray, offset: int) -> int:
-    """Fill `buffer` from the file; bytes read, fewer at its end."""
-    done = 0
-    while done < len(buffer):
-        got = os.preadv(descriptor, [memoryview(buffer.data)[done:]], offset + done)
-        if got <= 0:
-            break
-        done += got
-    return done
-
-
-@contextlib.contextmanager
-def _direct(path: str | os.PathLike[str]) -> Iterator[int | None]:
-    """An O_DIRECT descriptor of the file, None where the file system has none."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
-    except OSError:
-        yield None
-        return
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
 def save(store: Store, path: str | os.PathLike[str]) -> int:
     """Write the cache of a store whose threads have ended, hottest bundles first; bundles written. OSError if it cannot."""
-    layout, plan = _Layout(store), store._plan
+    layout, plan = Layout(store), store._plan
+    in_gpu = None if store._cuda is None else store._cuda.slab_memory
     ways = len(plan.directory) * WAYS
     ranks, slots = np.empty(ways, np.int64), np.empty(ways, np.int32)
     count = int(rank_entries(plan, ranks, slots))
     chosen = slots[:count][np.argsort(-ranks[:count], kind="stable")]
     target = Path(path)
     temporary = target.with_name(target.name + ".partial")
-    per_write = max(1, READ_BYTES // layout.block_bytes) * layout.per_block
+    per_write = max(1, WRITE_BYTES // layout.block_bytes) * layout.per_block
     try:
         with open(temporary, "wb", buffering=0) as file:
             file.write(layout.header(store, count))
             for start in range(0, count, per_write):
                 part = chosen[start:start + per_write]
                 data = np.zeros(-(-len(part) // layout.per_block) * layout.block_bytes, np.uint8)
-                fill_entries(plan, store._state, part, data, layout.per_block, layout.block_bytes, layout.entry_bytes)
+                bundles = store._state.slab if in_gpu is None else in_gpu[part.tolist()].cpu().numpy().reshape(-1)
+                fill_entries(plan, store._state, bundles, in_gpu is not None, part, data, layout.per_block, layout.block_bytes,
+                             layout.entry_bytes)
                 _write_whole(file.fileno(), data)
             os.fsync(file.fileno())
         os.replace(temporary, target)

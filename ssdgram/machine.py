@@ -122,6 +122,11 @@ def io_uring_error(flags: int = 0) -> int:
     return 0
 
 
+def nvidia_fs(root: Path = ROOT) -> bool:
+    """Whether the kernel module of GPUDirect Storage is loaded."""
+    return (root / "proc/driver/nvidia-fs").exists()
+
+
 def cufile() -> str | None:
     """Where cuFile would come from; it is not loaded: on a machine without a GPU opening its driver does not return."""
     name = version_of("nvidia-cufile", "nvidia-cufile-cu12")

@@ -266,6 +266,9 @@ class Store:
             self.close()
             raise
         self._plan.control[p.C_STATE] = p.SERVING
+        if device is not None and queue_name == "auto" and machine.nvidia_fs():
+            self.notices.append("nvidia-fs is loaded: queue='gds' would read pages into GPU memory, past DRAM (docs/gds.md)")
+            log.info("%s: %s", self.path, self.notices[-1])
         if self._gds is not None:
             log.info("queue gds: mode %s, by cuFile's own counters %s", self._gds.mode, self._gds.counters())
 

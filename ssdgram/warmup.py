@@ -21,6 +21,8 @@ import numpy as np
 import ssdgram
 from ssdgram._compiled import CACHE_FOLDER
 from ssdgram.errors import UnavailableError
+from ssdgram.machine import version_of
+from ssdgram.queues.gds import compile_ahead
 
 KINDS: dict[str, dict[str, Any]] = {                         # what synthesize is asked for; row formats differ, so does the hash
     "Engram, fp8 with block scales": {"family": "engram"},
@@ -130,3 +132,7 @@ def _write_tokenizer(path: Path) -> None:
     special = [{"id": k, "content": f"<{k}>", "special": True} for k in range(3)]
     path.write_text(json.dumps({"model": {"type": "BPE", "vocab": vocabulary, "merges": []}, "added_tokens": special,
                                 "decoder": {"type": "ByteLevel"}}))
+
+
+if version_of("cuda-bindings") is not None:
+    register(Step("Queue gds", lambda folder: compile_ahead()))

@@ -198,7 +198,7 @@ class HostRounds:
 class HostDevice:
     """Host memory in the place of a GPU's."""
 
-    visible = True
+    visible, device = True, "cpu"
 
     def __init__(self, state, slab=None):
         self.slab = state.slab.ctypes.data if slab is None else slab
@@ -215,6 +215,10 @@ class HostDevice:
 
     def host_address(self, address):
         return address
+
+    def host_buffer(self, size):
+        buffer = aligned(size, np.uint8)
+        return buffer, buffer.ctypes.data
 
     @contextlib.contextmanager
     def entered(self):

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -168,3 +169,25 @@ def test_neither_torch_nor_a_driver_is_loaded(tmp_path):
                "maps = open('/proc/self/maps').read();"
                "sys.exit(str(loaded) if loaded or 'libcuda' in maps or 'libcufile' in maps else 0)")
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("found, verdict, words", [
+    ({"error": "cuFile has not answered for 60 s"}, doctor.NOTE, "not usable: cuFile has not answered for 60 s"),
+    ({"mode": "compatibility", "counters": {"posix": 4, "nvfs": 0}, "version": 1200}, doctor.NOTE,
+     r"compatibility, by cuFile's own counters \(posix 4\); cuFile 1200"),
+    ({"mode": "gds", "counters": {"nvfs": 1}}, doctor.OK, r"gds, by cuFile's own counters \(nvfs 1\)"),
+    ({"mode": "unknown", "counters": {}}, doctor.NOTE, r"unknown, by cuFile's own counters \(no counters\)")])
+def test_the_gds_mode_is_what_cufile_counted(found, verdict, words):
+    finding = doctor.gds_mode(found)
+    assert finding.verdict == verdict and re.search(words, finding.found)
+
+
+def test_a_probe_that_hangs_or_dies_is_ended(tmp_path, monkeypatch):
+    from ssdgram import _cufile
+
+    monkeypatch.setattr(_cufile, "PROBE", "import time; time.sleep(60)")
+    assert _cufile.probe_in_child(tmp_path, timeout_s=0.5) == {"error": "cuFile has not answered for 0.5 s"}
+    monkeypatch.setattr(_cufile, "PROBE", "raise SystemExit('no driver')")
+    assert _cufile.probe_in_child(tmp_path)["error"] == "the process that asked ended with status 1: no driver"
+    monkeypatch.setattr(_cufile, "PROBE", "import sys; print('noise'); print('{\"error\": \"' + sys.argv[1] + '\"}')")
+    assert _cufile.probe_in_child(tmp_path) == {"error": str(tmp_path)}

@@ -71,10 +71,8 @@ def test_the_mode_is_what_cufile_counted(engram, served, fake, caplog):
 
 
 def test_without_counters_the_mode_is_unknown(engram, served, monkeypatch):
-    class Older(FakeCufile):
-        get_stats_l1 = property()
-
-    fake = Older()
+    fake = FakeCufile()
+    monkeypatch.delattr(FakeCufile, "stats_level1_dtype")
     monkeypatch.setattr(_gds, "open_port", lambda device: FakePort(fake))
     store = opened(served, engram)
     assert store.stats().gds_mode == "unknown" and store.stats().gds_counters == {}
@@ -126,7 +124,7 @@ def test_what_stays_wrong_is_a_typed_error_and_later_batches_are_right(engram, s
 
 def test_a_cancelled_batchs_reads_land_before_anything_of_theirs_is_used_again(engram, served, fake):
     store = opened(served, engram)
-    for seed in range(40):
+    for seed in range(12):
         fake.hold = True
         gone = store.prefetch(engram.tokens(20, seed))
         assert until(lambda: reading(store))
@@ -184,6 +182,9 @@ def test_without_the_bindings_it_says_what_to_install(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "cuda.bindings.cufile", None)
     with pytest.raises(ssdgram.UnavailableError, match=r"ssdgram\[gds\]"):
+        _cufile.load()
+    monkeypatch.setitem(sys.modules, "cuda.bindings.cufile", object())
+    with pytest.raises(ssdgram.UnavailableError, match="newer bindings"):
         _cufile.load()
 
 

@@ -126,4 +126,4 @@ def test_a_hot_set_needs_a_name(store_folder):
 
 def test_a_header_of_another_file_is_a_typed_error(store_folder, tmp_path):
     with ssdgram.open(store_folder, dram="16MiB") as store, pytest.raises(ssdgram.HotSetError, match="no hot set"):
-        hotset._checked_header(store, hotset._Layout(store), b"x" * hotset.BLOCK, hotset.BLOCK, tmp_path / "other")
+        hotset._checked_header(store, hotset.Layout(store), b"x" * hotset.BLOCK, hotset.BLOCK, tmp_path / "other")

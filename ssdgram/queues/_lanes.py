@@ -35,7 +35,7 @@ SUBMIT, STATUS, CHECK, CANCEL, FINISHED = range(5)           # what `turn` retur
 FREE, READING, HELD, READ, CHECKING = range(5)               # states of an entry
 BATCH_MOST = 128                                             # entries of a cuFile batch
 JOBS = 1024                                                  # rows of a round
-POLL_NS = 20_000                                             # between two looks at a lane's completions
+POLL_NS = 40_000                                             # between two looks at a lane's completions
 GPU_SPIN_NS = 50_000                                         # a round takes less: longer than this is slept through
 EIO, ECANCELED, ETIMEDOUT = 5, 125, 110
 # cuFile's batch statuses (cufile.h)

@@ -14,6 +14,7 @@ the reader goes on with preads into pinned memory, which the kernel checks as we
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -22,17 +23,19 @@ import numpy as np
 
 from ssdgram._compiled import compile_for
 from ssdgram._cufile import CALL_TIMEOUT_S, CallTimedOut, in_time
-from ssdgram._state import P_DEPTH, State, reader_line
+from ssdgram._state import FILE, P_DEPTH, State, reader_line
 from ssdgram.errors import UnavailableError
 from ssdgram.queues import _lanes as lanes_of
 from ssdgram.queues._calls import PAGE_BYTES
 from ssdgram.queues._handoff import R_ROOM
 from ssdgram.queues._lanes import BATCH_MOST, CANCEL, CHECK, JOBS, STATUS, SUBMIT, Lanes, turn
 from ssdgram.queues._readers import Readers
+from ssdgram.queues.state import new_state
 
 log = logging.getLogger("ssdgram")
 
 MOST_LANES = 16
+PR_SET_TIMERSLACK = 29
 _kept: list[Any] = []                                        # memory that a drive may still write to
 
 
@@ -52,6 +55,7 @@ class Device(Protocol):
 
     visible: bool                                            # whether the CPU may touch `allocate`d memory (a fake's)
     slab: int                                                # address of slot 0
+    device: Any                                              # the torch.device
 
     def allocate(self, size: int) -> int:
         """Address of `size` bytes of device memory, page aligned, kept until `close`."""
@@ -61,6 +65,9 @@ class Device(Protocol):
 
     def host_address(self, address: int) -> int:
         """The device's address of host memory of the store's arena."""
+
+    def host_buffer(self, size: int) -> tuple[np.ndarray, int]:
+        """uint8 [size] of page-aligned host memory that the device reads, and its address there."""
 
     def entered(self) -> contextlib.AbstractContextManager[None]:
         """Make device and stream current in this thread."""
@@ -179,6 +186,10 @@ class GdsQueue(Readers):
 
     # ------------------------------------------------------------ the readers' threads
 
+    def prepare(self, reader: int) -> None:
+        """Have this thread's naps of 40 us end in time, not 50 us later as Linux lets them by default."""
+        ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1000, 0, 0, 0)
+
     def serve(self, reader: int) -> None:
         """Make the calls that the compiled loop returns for, until STOP."""
         lanes, batches, rounds = self._lanes[reader], self._batches[reader], self._rounds[reader]
@@ -250,6 +261,16 @@ class GdsQueue(Readers):
         self._closed = True
         _kept.append((self.device, self._lanes, self._rounds))
         log.error("queue gds: reads may still be under way in cuFile: their GPU memory is kept until the process ends")
+
+
+def compile_ahead() -> None:
+    """Make the compiled loop of the readers, without cuFile and GPU (for `ssdgram warmup`)."""
+    state, none = new_state(np.zeros(1, FILE), depth=1), np.zeros(0, np.int32)
+    words = np.zeros(1, np.int64)
+    compile_for(turn, state, 0, Lanes(
+        own=words, lanes=np.zeros(1, lanes_of.LANE_RECORD), entries=np.zeros(1, lanes_of.ENTRY), descriptors=words, events=words,
+        got=np.zeros(2, np.uint32), handles=words, jobs=words, results=none, words=words, job_target=none, job_entry=none, again=none,
+        again_background=none, found=none), 0)
 
 
 def check_layout(cufile: Any) -> None:
