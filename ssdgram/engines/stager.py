@@ -40,21 +40,22 @@ class Counts:
 
 
 class Stager:
-    """One per process. `targets`: decoder layer -> torch bf16 [most tokens, columns, dim], written from row 0 on."""
+    """One per process. `targets`: decoder layer -> torch bf16 [most tokens, columns, dim], written from row 0 on; may be empty, or
+    grow later, where every `fill` says its `out`. `most_tokens`: of a step, if the targets do not say."""
 
-    def __init__(self, store: Store, targets: Mapping[int, Any], *, timeout_s: float = 30.0) -> None:
+    def __init__(self, store: Store, targets: Mapping[int, Any], *, most_tokens: int = 0, timeout_s: float = 30.0) -> None:
         self.store, self.timeout_s = store, timeout_s
-        self.targets = {layer: targets[layer] for layer in store.layers}
+        self.targets = dict(targets)
         self.counts = Counts()
         self._batch: Batch | None = None
         self._left: list[int] = []
         self._positions = 0
-        self.most_tokens = min((target.shape[0] for target in self.targets.values()), default=0)
+        self.most_tokens = min((target.shape[0] for target in self.targets.values()), default=most_tokens)
         shape = (len(store.columns), store.dim)
         for layer, target in self.targets.items():
             if tuple(target.shape[1:]) != shape or not target.is_contiguous():
                 raise ConfigError(f"layer {layer}'s buffer is {target.dtype} {list(target.shape)}: expected rows of {list(shape)}")
-        need = self.most_tokens * store.geometry.orders * len(self.targets)
+        need = self.most_tokens * store.geometry.orders * len(store.layers)
         if need > store.capacity:
             missing = (need - store.capacity) * store._stride >> 20
             raise ConfigError(f"a step of {self.most_tokens} tokens may need {need} bundles at once, the DRAM budget holds "
@@ -72,7 +73,7 @@ class Stager:
             self.counts.idle_steps += 1
             return
         sequence = step if isinstance(step, Sequence) else step.sequence()
-        if len(sequence) > self.most_tokens:
+        if self.targets and len(sequence) > min(target.shape[0] for target in self.targets.values()):
             raise BatchTooLargeError(len(sequence), self.most_tokens)
         self._batch = self.store.prefetch(sequence)
         self._left = list(self.store.layers)
@@ -89,8 +90,8 @@ class Stager:
         """Whether the step's rows of the layer are not in its buffer yet."""
         return self._batch is not None and layer in self._left
 
-    def fill(self, layer: int) -> bool:
-        """Put the layer's rows into its buffer; once per layer and step. Whether there was anything to do."""
+    def fill(self, layer: int, out: Any = None) -> bool:
+        """Put the layer's rows into the first rows of its buffer, or of `out`; once per layer and step. Whether there were any."""
         batch = self._batch
         if batch is None or layer not in self._left:
             return False
@@ -98,7 +99,7 @@ class Stager:
             begun = time.monotonic()
             batch.wait(layer, timeout_s=self.timeout_s)
             self.counts.wait_s += time.monotonic() - begun
-            batch.rows(layer, out=self.targets[layer][:self._positions])
+            batch.rows(layer, out=(self.targets[layer] if out is None else out)[:self._positions])
         self._left.remove(layer)
         if not self._left:
             self._batch = None
