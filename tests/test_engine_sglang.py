@@ -249,8 +249,8 @@ def test_a_batch_that_never_runs_gives_its_slots_back(server):
     store = server.backend.store
     for _ in range(40):
         request = types.SimpleNamespace(rid="a", full_untruncated_fill_ids=server.tokens["a"])
-        staged = server.backend.stage(types.SimpleNamespace(forward_mode=ForwardMode.EXTEND, reqs=[request], prefix_lens=[0], extend_lens=[30],
-                                                            encoder_swa_reset=None))
+        staged = server.backend.stage(types.SimpleNamespace(forward_mode=ForwardMode.EXTEND, reqs=[request], prefix_lens=[0],
+                                                            extend_lens=[30], encoder_swa_reset=None))
         assert staged is not None
         del staged
     from made_stores import quiet
@@ -260,7 +260,8 @@ def test_a_batch_that_never_runs_gives_its_slots_back(server):
 
 def test_replayed_windows_and_other_modes_are_left_to_the_forward(server):
     request = types.SimpleNamespace(rid="a", full_untruncated_fill_ids=[1, 2])
-    batch = types.SimpleNamespace(forward_mode=ForwardMode.EXTEND, reqs=[request], prefix_lens=[0], extend_lens=[2], encoder_swa_reset=[True])
+    batch = types.SimpleNamespace(forward_mode=ForwardMode.EXTEND, reqs=[request], prefix_lens=[0], extend_lens=[2],
+                                  encoder_swa_reset=[True])
     assert server.backend.stage(batch) is None
     batch.encoder_swa_reset, batch.forward_mode = None, ForwardMode.DECODE
     assert server.backend.stage(batch) is None
