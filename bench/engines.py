@@ -2,10 +2,11 @@
 
     python -m ssdgram.bench.engines --peer FOLDER [--steps 200] [--sections vllm,time,sglang] [--out FOLDER]
 
-FOLDER/vllm and FOLDER/sglang hold the engines' published Python files, as tests/fetch_engines.py unpacks them; what they import beside
-torch has to be installed (docs/vllm.md, The modules alone). vllm: the real `Engram` with its own pinned table and the same one with the plug-in, over steps of mixed prefill and
-decode: eager, piecewise, whole graph. time: ids ready to rows staged, both layers, all hits, against the engine's own lookup of
-a pinned table in a graph of its own; then all misses. sglang: its `Engram` likewise. Each section stands alone and says what failed.
+FOLDER/vllm and FOLDER/sglang hold the engines' published Python files, as tests/fetch_engines.py unpacks them; what these import
+beside torch has to be installed (docs/vllm.md). vllm: the real `Engram` with its own pinned table and the same one with the plug-in,
+over steps of mixed prefill and decode: eager, piecewise, whole graph. time: ids ready to rows staged, both layers, all hits, against
+the engine's own lookup of a pinned table in a graph of its own; then all misses. sglang: its `Engram` likewise. Each section stands
+alone and says what failed.
 """
 
 from __future__ import annotations

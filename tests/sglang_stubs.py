@@ -78,7 +78,8 @@ def install(monkeypatch, broken=None):
     """Put stand-ins into sys.modules; the module of `srt.layers.engram`."""
     registry = HookRegistry(broken)
     names = ("sglang", "sglang.srt", "sglang.srt.plugins", "sglang.srt.plugins.hook_registry", "sglang.srt.layers",
-             "sglang.srt.layers.engram", "sglang.srt.layers.engram_staging", "sglang.srt.model_executor", "sglang.srt.model_executor.runner",
+             "sglang.srt.layers.engram", "sglang.srt.layers.engram_staging",
+             "sglang.srt.model_executor", "sglang.srt.model_executor.runner",
              "sglang.srt.model_executor.runner.decode_cuda_graph_runner", "sglang.srt.model_executor.runner_utils",
              "sglang.srt.model_executor.runner_utils.capture_mode", "sglang.srt.managers", "sglang.srt.managers.scheduler",
              "sglang.srt.runtime_context")
