@@ -13,6 +13,7 @@ Bars: hit rate within 0.02; stall within 25 %, or both below 1 % of the step.
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ import numpy as np
 
 import ssdgram
 from ssdgram._budget import parse_size
-from ssdgram.bench.facts import facts, write_results
+from ssdgram.bench.facts import RESULTS, facts, write_results
 from ssdgram.bench.material import Material, discard, make, random_tokens, text
 from ssdgram.errors import ConfigError
 from ssdgram.store import Tuning
@@ -170,8 +171,8 @@ def cells_of(layers: Sequence[int], streams: Sequence[int], chunks: Sequence[int
     def pace(step_s: float) -> Pace:
         return Pace(step_s, tuple(step_s * min(1.0, layer / 40) for layer in layers))
 
-    made = [Cell("decode", size, pace(step_ms / 1e3), 0, tokens // size, tokens // size) for size in streams]
-    return made + [Cell("prefill", size, pace(size / chunk_tokens_s), ahead, tokens // size, tokens // size) for size in chunks]
+    made = [Cell("decode", size, pace(step_ms / 1e3), 0, tokens // size, tokens // size) for size in streams if size]
+    return made + [Cell("prefill", size, pace(size / chunk_tokens_s), ahead, tokens // size, tokens // size) for size in chunks if size]
 
 
 @click.command(help=__doc__)
@@ -179,9 +180,9 @@ def cells_of(layers: Sequence[int], streams: Sequence[int], chunks: Sequence[int
               help="Where checkpoint, store and text are made: on the drive that is to be measured.")
 @click.option("--rows", default=250_000, show_default=True, help="Rows of a column: 250,000 make a store of 3.1 GiB.")
 @click.option("--dram", "budgets", multiple=True, default=("64MiB", "256MiB", "1GiB"), show_default=True)
-@click.option("--decode", "streams", type=int, multiple=True, default=(64,), show_default=True)
-@click.option("--prefill", "chunks", type=int, multiple=True, default=(2048,), show_default=True)
-@click.option("--tokens", default=102_400, show_default=True, help="That warm the cache, and that are measured.")
+@click.option("--decode", "streams", type=int, multiple=True, default=(64,), show_default=True, help="Streams; 0: none.")
+@click.option("--prefill", "chunks", type=int, multiple=True, default=(2048,), show_default=True, help="Tokens of a chunk; 0: none.")
+@click.option("--tokens", default=40_960, show_default=True, help="That warm the cache, and that are measured.")
 @click.option("--piece", default=256, show_default=True, help="Tokens of a request.")
 @click.option("--step-ms", default=20.0, show_default=True, help="A decode step without stalls.")
 @click.option("--prefill-tokens-s", default=16_000.0, show_default=True, help="What the model prefills without stalls.")
@@ -192,10 +193,6 @@ def cells_of(layers: Sequence[int], streams: Sequence[int], chunks: Sequence[int
 def main(folder: Path, rows: int, budgets: tuple[str, ...], streams: tuple[int, ...], chunks: tuple[int, ...], tokens: int, piece: int,
          step_ms: float, prefill_tokens_s: float, ahead: int, keep: bool, add: bool, save: bool) -> None:
     """Make, predict, measure, print, write."""
-    import json
-
-    from ssdgram.bench.facts import RESULTS
-
     material = Material(folder, rows)
     try:
         make(material)

@@ -52,7 +52,7 @@ def test_budgets_are_powers_of_two_up_to_the_most(model):
     for budget in budgets:
         store_sizes(geometry, len(table), budget)
     with pytest.raises(BudgetError, match="at least"):
-        budgets_up_to(geometry, len(table), 1 << 20)
+        budgets_up_to(geometry, len(table), 1 << 16)
 
 
 def test_the_real_tables_have_their_size(model):
@@ -204,7 +204,7 @@ def test_another_models_keys_are_refused(model):
 
 
 @pytest.mark.parametrize("shape", [decode, prefill])
-def test_the_plan_of_one_half_is_what_a_store_does_with_the_other(engram, served, shape):
+def test_the_plan_of_one_half_is_what_a_store_does_with_the_other(engram, served, monkeypatch, shape):
     """Text drawn from one source, planned with one half, served from the other: what is left is how the halves differ."""
     from made_stores import QUICK
 
@@ -214,12 +214,8 @@ def test_the_plan_of_one_half_is_what_a_store_does_with_the_other(engram, served
     warm = len(halves[0]) // 2
     asked = requests(halves[0], engram.geometry, engram.token_map)
     load = Load("half", asked, halves[0].positions(), Pace(0.02, (0.0, 0.0)), 0, warm)
-    original = planning.Tuning
-    planning.Tuning = lambda: QUICK                          # the tuning of the test's store: another one has other sizes
-    try:
-        row = Planner(engram.geometry, len(engram.token_map), load, Drive.of(62_000, 137), PRICES).row(4 << 20)
-    finally:
-        planning.Tuning = original
+    monkeypatch.setattr(planning, "Tuning", lambda: QUICK)   # the tuning of the test's store: another one has other sizes
+    row = Planner(engram.geometry, len(engram.token_map), load, Drive.of(62_000, 137), PRICES).row(4 << 20)
     store = served(engram, dram=dram)
     replay(store, halves[1].part(0, warm))
     settled(store)

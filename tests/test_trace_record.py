@@ -68,6 +68,19 @@ def test_keys_say_what_is_equal_and_nothing_else(engram, served, tmp_path):
     assert recorded_requests(trace).bounds.tolist() == [0, 18, 21, 30]
 
 
+def test_tokens_of_a_gpu_are_recorded_when_their_batch_is_released(engram, served, tmp_path):
+    """As the planner sees such a batch: its flag is the address of a word in which the GPU stores the ticket behind the tokens."""
+    store = served(engram)
+    batch = store.prefetch([5, 6, 7])
+    batch.wait()
+    recorder = store.record(tmp_path / "live.trace")
+    word = store._plan.token_words[batch._row:batch._row + 1]
+    word[0] = batch.ticket
+    store._plan.batches["flag"][batch._row] = word.ctypes.data
+    batch.release()
+    assert Trace.load(recorder.stop()).tokens.tolist() == [5, 6, 7]
+
+
 def test_the_limit_ends_the_recording_and_writes_it(engram, served, tmp_path):
     store = served(engram)
     recorder = store.record(tmp_path / "live.trace", limit=8)

@@ -150,10 +150,11 @@ def replay(path: Path, store: Path, dram: str, streams: int | None, chunk: int |
     from ssdgram.tools.trace_replay import Pace
     from ssdgram.tools.trace_replay import replay as drive
 
-    shape, name = _shaped(Trace.load(path), streams, chunk)
-    first = int(warm * len(shape))
-    stop = len(shape) if batches is None else min(len(shape), first + batches)
+    loaded = Trace.load(path)
     with ssdgram.open(store, dram=dram, queue=queue) as opened:
+        shape, name = _shaped(loaded, streams, chunk, opened.geometry.orders)
+        first = int(warm * len(shape))
+        stop = len(shape) if batches is None else min(len(shape), first + batches)
         pace = None
         if step_ms is not None:
             wanted = slacks or tuple(step_ms * min(1.0, layer / 40) for layer in opened.layers)
@@ -172,8 +173,8 @@ def replay(path: Path, store: Path, dram: str, streams: int | None, chunk: int |
         click.echo(f"  {what} of a batch: " + ", ".join(f"{name[:-3]} {value:.3f} ms" for name, value in done[what].items()))
 
 
-def _shaped(loaded: Trace, streams: int | None, chunk: int | None) -> tuple[Batches, str]:
-    """The batches of a trace, and what they are called."""
+def _shaped(loaded: Trace, streams: int | None, chunk: int | None, lookback: int) -> tuple[Batches, str]:
+    """The batches of a trace, each token with `lookback` tokens of context, and what they are called."""
     from ssdgram.tools.trace_shapes import decode, prefill, recorded
 
     if streams is not None and chunk is not None:
@@ -183,5 +184,5 @@ def _shaped(loaded: Trace, streams: int | None, chunk: int | None) -> tuple[Batc
     if loaded.batches is not None and streams is None and chunk is None:
         return recorded(loaded), "as recorded"
     if chunk is not None:
-        return prefill(loaded, chunk), f"prefill in chunks of {chunk}"
-    return decode(loaded, streams or 64).while_full(streams or 64), f"decode of {streams or 64} streams"
+        return prefill(loaded, chunk, lookback), f"prefill in chunks of {chunk}"
+    return decode(loaded, streams or 64, lookback).while_full(streams or 64), f"decode of {streams or 64} streams"
