@@ -223,7 +223,7 @@ def _graph(run: Run, hidden: torch.Tensor, steps: int) -> dict[str, Any]:
     """Decode steps of all requests by the replay of a graph that holds hash, lookup, projection and gate."""
     mode = importlib.import_module("sglang.srt.model_executor.forward_batch_info").ForwardMode
     static = run.batch(dict.fromkeys(range(REQUESTS), 1), mode.DECODE, staged=False)
-    capture = importlib.import_module(plugin.CAPTURE)
+    capture: Any = importlib.import_module(plugin.CAPTURE)
     capture.is_capture_mode = True
     try:
         history = run.hasher.history.clone()
