@@ -9,7 +9,7 @@ import numpy as np
 
 from ssdgram._compiled import (address_of, atomic_add, atomic_exchange, atomic_load, atomic_store, compiled_lean, fence,
                                futex_wait, futex_wake, now_ns)
-from ssdgram._plan_state import (C_COPY_REQUESTED, C_REQUEST_TAIL, FREE_BATCH, NO_ERROR, QUEUED, RELEASE, SUBMIT, W_ERROR,
+from ssdgram._plan_state import (C_COPY_REQUESTED, C_REQUEST_TAIL, FREE_BATCH, NO_ERROR, RELEASE, SUBMIT, SUBMITTED, W_ERROR,
                                  W_LAYER, W_SEQUENCE, W_SLEEPERS, W_STAGE)
 from ssdgram._state import COPIER_WORD, PLANNER_ASLEEP, PLANNER_WORD, STOP
 
@@ -65,7 +65,7 @@ def submit(requests, plan_control, control, words, batches, batch_layers, batch_
     batch.submitted_ns = now_ns()
     for k in range(W_ERROR, line):
         batch_words[row * line + k] = 0
-    atomic_store(batch_words, row * line + W_STAGE, np.int32(QUEUED))
+    atomic_store(batch_words, row * line + W_STAGE, np.int32(SUBMITTED))
     push_request(requests, plan_control, control, words, np.int32(row * 2 + SUBMIT))
 
 

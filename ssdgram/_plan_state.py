@@ -3,7 +3,7 @@
     batch   FREE ─submit─► QUEUED ─► PLANNING ─► EXPANDING ─► WAITING ─► DONE ─► UNWINDING ─► FREE
                              ▲           │ no slot left           (all rows of all layers in their slots)
                              └─UNWINDING─┘ it holds nothing while it waits for others to release
-            AWAITING comes before QUEUED for tokens that a GPU still has to deliver;
+            AWAITING comes before QUEUED for tokens that a GPU still has to deliver, SUBMITTED before both: in the request ring;
             release (or cancel) leads from any of them to UNWINDING: first the words are awaited that the GPU stores behind
             what it still does (deliver tokens, gather from the slots), then the batch's interest in its slots is dropped,
             one by one
@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 # batch stages (batch_words)
-(FREE_BATCH, QUEUED, PLANNING, EXPANDING, WAITING, DONE, UNWINDING, AWAITING) = range(8)
+(FREE_BATCH, QUEUED, PLANNING, EXPANDING, WAITING, DONE, UNWINDING, AWAITING, SUBMITTED) = range(9)
 # why a batch cannot be served (batch_words)
 NO_ERROR, TOO_LARGE, BAD_TOKEN = 0, 1, 2
 # layer states (batch_words)

@@ -20,7 +20,7 @@ from ssdgram._plan_state import (AWAITING, BAD_TOKEN, COPIES, C_ACTIVE, C_BUILDI
                                  C_REQUEST_TAIL, C_STATE, C_TICKS, C_WANTED, DEGRADED, DONE, EXPANDING, FREE_BATCH, LAYER_FAILED,
                                  LAYER_READY, NOWHERE, NO_COPY, NO_ERROR, PLANNING, PP_BATCH_LINE, PP_DEGRADED_NS, PP_FILL,
                                  PP_HOT, PP_LAYERS, PP_ORDERS, PP_RANK, PP_REQUESTS, PP_RULE, PP_SLOTS, PP_SPIN_NS, PP_VOCABULARY,
-                                 PP_WORLD, QUEUED, SERVING, SLOT_FAILED, SLOT_READING, SLOT_READY, SLOT_RESERVED, SUBMIT,
+                                 PP_WORLD, QUEUED, SERVING, SLOT_FAILED, SLOT_READING, SLOT_READY, SLOT_RESERVED, SUBMIT, SUBMITTED,
                                  S_BATCHES, S_BUSY_NS, S_CANCELLED, S_COPIED, S_DEGRADED, S_DROPPED, S_ENGINE_US, S_HBM_HITS,
                                  S_HITS, S_JOINS, S_LONGEST_NS, S_LOOPS, S_MISSES, S_PROMOTED, S_REPEATS, S_SLEEPS, S_STARVED,
                                  S_TOKENS, TOO_LARGE, UNWINDING, WAITING, WANTS_COPY, W_ERROR, W_LAYER, W_SEQUENCE, W_SLEEPERS,
@@ -180,7 +180,7 @@ def admit_tokens(plan, b):  # type: ignore[no-untyped-def]
 def release(plan, b):  # type: ignore[no-untyped-def]
     """Nobody wants the batch any more: leave its queue and unwind. A second release changes nothing."""
     stage = stage_of(plan, b)
-    if plan.batches[b].released != 0 or stage == FREE_BATCH:
+    if plan.batches[b].released != 0 or stage == FREE_BATCH or stage == SUBMITTED:       # SUBMITTED: it was the row's last batch's
         return
     plan.batches[b].released = 1
     if stage < DONE:

@@ -215,7 +215,7 @@ class Batch:
     def _outstanding(self, index: int) -> int:
         """Rows of a layer that are not in their slots yet, of the bundles planned so far."""
         plan = self._store._plan
-        if plan.words[self._base + p.W_STAGE] == p.QUEUED:   # its records may still be those of the batch before
+        if plan.words[self._base + p.W_STAGE] in (p.QUEUED, p.SUBMITTED):   # its records may still be those of the batch before
             return 0
         held = np.unique(self._held[index, :int(plan.layers["held"][self._row * len(self._ready) + index])])
         slots = plan.slots[held[(held >= 0) & (held < len(plan.slots))]]     # the planner may be writing there

@@ -351,6 +351,20 @@ def test_cancelled_while_its_reads_are_in_the_drive(engram, served):
     assert store.stats().reads == reads
 
 
+def test_a_release_that_comes_too_late_does_not_meet_the_next_batch(engram, served):
+    """A warming that ends by itself as it is cancelled leaves a release in the ring, and its row may be submitted anew behind it."""
+    store = served(engram, dram="16MiB")
+    store.warm(engram.tokens(8000))                          # slices to work on: the ring is looked at now and then
+    for seed in range(300):
+        row = int(np.flatnonzero(store._plan.words[p.W_STAGE::store._line] == p.FREE_BATCH)[0])
+        with store._lock:
+            store._push_release(row)
+            batch = store.prefetch(engram.tokens(3, seed))
+        with batch:
+            batch.wait(timeout_s=10)
+    assert quiet(store, 30)
+
+
 # ---------------------------------------------------------------- a long random life
 
 

@@ -39,9 +39,9 @@ class Device:
     def plan_memory(self, row, shape):
         return np.empty(shape, np.int32), None
 
-    def tokens_to_host(self, sequences, n, flat_tokens, row, ticket):
+    def tokens_to_host(self, sequences, n, flat_tokens, flat_flags, row, ticket):
         self.ticket = ticket
-        return self.memory, self.word.ctypes.data
+        return self.memory, flat_flags, self.word.ctypes.data
 
     def deliver(self):
         self.memory[:] = self.tokens
