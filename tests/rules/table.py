@@ -79,7 +79,8 @@ RULES = (
          "            if status != SLOT_READY and status != SLOT_FAILED:\n                break\n", "",
          ("test_batch.py::test_wait_does_not_wait_for_other_layers", "test_batch.py::test_a_wait_of_no_time_is_a_look")),
     Rule(2, "a hot set's entries are checked row by row", "ssdgram/_hotset_load.py",
-         "            if head_check(state, group, x, head, entry + ENTRY_HEAD + 4 * group.heads) != load_u32(entry + ENTRY_HEAD + 4 * head):",
+         "            if head_check(state, group, x, head, entry + ENTRY_HEAD + 4 * group.heads) != "
+         "load_u32(entry + ENTRY_HEAD + 4 * head):",
          "            if False:",
          ("test_hotset.py::test_a_damaged_entry_is_dropped_and_read_anew",)),
     Rule(2, "rows are given out after the wait for their layer", "ssdgram/_gather.py",
