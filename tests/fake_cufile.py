@@ -18,7 +18,7 @@ from ssdgram import _state as s
 from ssdgram.kernels import reference
 from ssdgram.queues.state import aligned
 
-COMPLETE, CANCELED, FAILED = 16, 8, 64
+COMPLETE, CANCELED, TIMEOUT, FAILED = 16, 8, 32, 64
 
 
 def at(address, dtype, count=1):
@@ -145,6 +145,8 @@ class FakeCufile:
     @staticmethod
     def complete(fd, offset, address, cookie, effect):
         """The read's bytes land; (status, result) as cuFile gives them."""
+        if effect == "timeout":
+            return TIMEOUT, 0                                # nothing lands, now
         if isinstance(effect, tuple) and effect[0] == "error":
             return FAILED, np.uint64(-effect[1] & ((1 << 64) - 1))
         page = mmap.mmap(-1, 4096)                           # aligned, as O_DIRECT wants it

@@ -295,6 +295,19 @@ def test_a_lost_batch_handle_costs_no_page(columns):
     assert not rig.device.closed                             # its staging is cuFile's until the process ends
 
 
+def test_a_read_that_timed_out_costs_its_handle_and_no_page(columns):
+    folder, rows = columns
+    fake = FakeCufile()
+    with running(folder, clean=False, fake=fake, depth=64) as rig:
+        first = fake.reads
+        fake.effect = lambda number, offset: "timeout" if number == first + 5 else None
+        spread(rig, 200)
+        assert set(rig.serve(range(200))) == {s.READ_OK}
+        rig.check(rows)
+        assert rig.queue._lanes[0].lanes["lost"].sum() == 1 and not fake.complaints
+    assert not rig.device.closed                             # the read may land after all
+
+
 @pytest.mark.parametrize("what", ["submit", "status"])
 def test_without_any_handle_the_reader_goes_on_with_preads(columns, what):
     folder, rows = columns

@@ -185,9 +185,12 @@ def errno_of(status, result):  # type: ignore[no-untyped-def]
 @inlined
 @compiled
 def reap(state, reader, lanes, lane, count):  # type: ignore[no-untyped-def]
-    """Take in `count` events of a lane. Events that belong to no read of it are counted and passed over."""
+    """Take in `count` events of a lane. Events that belong to no read of it are counted and passed over.
+
+    A read that timed out may yet be under way, for all that cuFile says of it: its lane is lost.
+    """
     own = lanes.own
-    size = own[ENTRIES]
+    size, lost = own[ENTRIES], False
     for k in range(count):
         cookie, status = lanes.events[3 * k + E_COOKIE], lanes.events[3 * k + E_STATUS] & 0xFFFFFFFF
         entry = cookie - 1
@@ -196,9 +199,12 @@ def reap(state, reader, lanes, lane, count):  # type: ignore[no-untyped-def]
             continue
         if status == WAITING or status == PENDING:
             continue
+        lost = lost or status == TIMEOUT
         lanes.lanes[lane].reading -= 1
         land(state, reader, lanes, lane, entry, errno_of(status, lanes.events[3 * k + E_RESULT]), own[STAGING] + entry * PAGE_BYTES,
              own[VISIBLE])
+    if lost:
+        lose_lane(state, reader, lanes, lane)
 
 
 @inlined

@@ -193,7 +193,7 @@ class GdsQueue(Readers):
     def serve(self, reader: int) -> None:
         """Make the calls that the compiled loop returns for, until STOP."""
         lanes, batches, rounds = self._lanes[reader], self._batches[reader], self._rounds[reader]
-        own, cufile, action = lanes.own, self.cufile, SUBMIT
+        own, cufile, action, left = lanes.own, self.cufile, SUBMIT, self.lanes
         size = self.entries * 64
         descriptors, events, got = lanes.descriptors.ctypes.data, lanes.events.ctypes.data, lanes.got.ctypes.data
         at_once = np.zeros(2, np.int64)
@@ -202,6 +202,10 @@ class GdsQueue(Readers):
             while True:
                 action = int(turn(self.state, reader, lanes, action))
                 lane = int(own[lanes_of.LANE])
+                if own[lanes_of.LANES_LEFT] != left:
+                    left = int(own[lanes_of.LANES_LEFT])
+                    log.warning("queue gds: reader %d gave a batch handle up, its pages are read another way; %d of %d are left", reader,
+                                left, self.lanes)
                 try:
                     if action == SUBMIT:
                         cufile.batch_io_submit(batches[lane], int(own[lanes_of.COUNT]), descriptors + lane * size, 0)
@@ -217,8 +221,7 @@ class GdsQueue(Readers):
                 except cufile.cuFileError as error:
                     if action != CANCEL:
                         own[lanes_of.LOST] = 1
-                        log.warning("queue gds: reader %d gives batch handle %d up (%s): its pages are read another way", reader,
-                                    lane, error)
+                        log.warning("queue gds: cuFile failed over batch handle %d of reader %d: %s", lane, reader, error)
                 except RuntimeError as error:
                     if action != CHECK:
                         raise
