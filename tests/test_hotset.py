@@ -114,7 +114,7 @@ def test_a_hot_set_that_has_no_header_does_not_keep_a_store_from_closing(store_f
         raise ssdgram.HotSetError("too many columns")
 
     store = ssdgram.open(store_folder, dram="16MiB", hotset=tmp_path / "hot")
-    monkeypatch.setattr(hotset._Layout, "header", refuse)
+    monkeypatch.setattr(hotset.Layout, "header", refuse)
     store.close()
     assert "was not written: too many columns" in caplog.text
 
