@@ -26,9 +26,9 @@ def values(made, layer, tokens, **context):
 class Server:
     """A model with its Engram layers and its state, changed by the plug-in, and the requests that it serves."""
 
-    def __init__(self, made, monkeypatch, **options):
+    def __init__(self, made, monkeypatch, store=None, **options):
         self.made = made
-        monkeypatch.setenv("SSDGRAM_STORE", str(made.out))
+        monkeypatch.setenv("SSDGRAM_STORE", str(store or made.out))
         monkeypatch.setenv("SSDGRAM_DRAM", "8MiB")
         self.cuda = FakeCuda(monkeypatch)
         self.module, states = engram_module(**options), state_module()
@@ -241,6 +241,35 @@ def test_a_read_error_ends_the_step_and_the_next_one_is_served(engram, monkeypat
     assert quiet(server.stager.store)                        # no read of the failed step is under way that this one could join
     server.check({"a": 4}, mode=MODES.FULL)
     server.stager.close()
+
+
+def test_two_ranks_that_attach_to_a_server_read_once(engram, monkeypatch, tmp_path):
+    from served_stores import serving
+
+    tokens = engram.tokens(60).tolist()
+    with serving(engram, tmp_path, check=False) as service:
+        ranks = [Server(engram, monkeypatch, store=service.path) for _ in range(2)]
+        try:
+            for rank in ranks:
+                rank.requests.add("a", tokens)
+            reads = 0
+            for count, mode in ((9, MODES.NONE), (1, MODES.FULL), (20, MODES.FULL), (1, MODES.NONE)):
+                for number, rank in enumerate(ranks):
+                    rank.check({"a": count}, mode=mode)
+                    if number == 0:
+                        reads = service.store.stats().reads
+                assert service.store.stats().reads == reads   # the second rank found all of it
+        finally:
+            for rank in ranks:
+                rank.stager.close()
+
+
+def test_a_server_that_takes_less_than_a_step_is_refused(engram, monkeypatch, tmp_path):
+    from served_stores import serving
+
+    with serving(engram, tmp_path, check=False, positions=32) as service, \
+            pytest.raises(ssdgram.ConfigError, match="--batch-tokens 64"):
+        Server(engram, monkeypatch, store=service.path)
 
 
 # ---------------------------------------------------------------- refusals

@@ -16,6 +16,7 @@ from ssdgram import machine
 from ssdgram._budget import parse_size
 from ssdgram.doctor import MISSING, NOTE, Finding, judge
 from ssdgram.engines import seams
+from ssdgram.engines.opening import is_socket
 from ssdgram.engines.settings import Settings, read_settings
 from ssdgram.engines.sglang.seams import SGLANG
 from ssdgram.engines.vllm.seams import VLLM
@@ -68,6 +69,10 @@ def _findings(engine: seams.Engine, environment: Mapping[str, str]) -> Iterator[
 
 
 def _store(settings: Settings) -> Iterator[Finding]:
+    if is_socket(settings.store):
+        yield Finding("store", f"{settings.store}: the socket of a server", "a running `ssdgram serve`", NOTE,
+                      "each rank attaches to it at the start; its own check of model and store comes then")
+        return
     try:
         manifest = Manifest.load(Path(settings.store))
         geometry = manifest.geometry

@@ -18,8 +18,10 @@ import numpy as np
 
 import ssdgram
 from ssdgram.engines.settings import Settings
-from ssdgram.errors import ConfigError, IdentityError, UnavailableError
+from ssdgram.errors import ConfigError, IdentityError
 from ssdgram.geometry import Geometry
+from ssdgram.layout.files import load_token_map
+from ssdgram.layout.manifest import Manifest
 from ssdgram.store import Store, Tuning
 
 log = logging.getLogger("ssdgram")
@@ -47,19 +49,45 @@ def check_hash(store: Store, *, layers: Sequence[int], multipliers: Any, token_m
     chosen = [store.geometry.layers.index(layer) for layer in layers]
     if not np.array_equal(np.asarray(multipliers, np.int64), store.geometry.multiplier_array[chosen]):
         raise IdentityError("the store's hash multipliers are not the model's: it was converted from another model; convert this one")
-    wanted, found = np.asarray(token_map, np.int64), store._token_map
+    wanted, found = np.asarray(token_map, np.int64), _map_of(store)
     if len(wanted) != len(found) or not np.array_equal(wanted, found):
         raise IdentityError(f"the store's token map ({len(found)} ids) is not that of the engine's tokenizer ({len(wanted)} ids): the "
                             f"store was converted with another tokenizer; convert again with this model's tokenizer.json")
 
 
+def _map_of(store: Store) -> np.ndarray:
+    """The store's token map; that of a server's store is read from its folder."""
+    found = getattr(store, "_token_map", None)
+    if found is None:
+        found = store.geometry.checked_map(load_token_map(store.path, Manifest.load(store.path)))
+    return np.asarray(found)
+
+
+def geometry_of(settings: Settings) -> Geometry | None:
+    """The store's geometry before it is opened; None: it is a server's, and known once this process attached."""
+    return None if is_socket(settings.store) else Manifest.load(settings.store).geometry
+
+
+def is_socket(path: str) -> bool:
+    """Whether there is a socket: SSDGRAM_STORE is that of `ssdgram serve` then."""
+    with contextlib.suppress(OSError):
+        return stat.S_ISSOCK(os.stat(path).st_mode)
+    return False
+
+
 def open_store(settings: Settings, *, layers: Sequence[int], device: str, engine: str, rank: int = 0,
                tuning: Tuning | None = None) -> Store:
-    """Open the store for one rank (number on this node) of an engine; its rows treat scale bytes as that engine does."""
-    with contextlib.suppress(OSError):
-        if stat.S_ISSOCK(os.stat(settings.store).st_mode):
-            raise UnavailableError(f"SSDGRAM_STORE={settings.store} is a socket: the plug-ins of this version open the store themselves; "
-                                   f"give its folder")
+    """Open the store for one rank (number on this node) of an engine, or attach to its server; its rows treat scale bytes as that engine
+    does."""
+    if is_socket(settings.store):
+        with _default_device("cpu"):
+            store = ssdgram.attach(settings.store, device=device, hbm=settings.hbm, scale_rule=engine)
+        if tuple(store.layers) != tuple(layers):
+            store.close()
+            raise ConfigError(f"the server at {settings.store} serves layers {list(store.layers)}, this rank has its tables at "
+                              f"{list(layers)}: start a server for them")
+        log.info("%s: serves layers %s to %s (rank %d) by its server at %s", store.path, list(store.layers), engine, rank, settings.store)
+        return store
     hotset = settings.hotset if settings.hotset is None or rank == 0 else f"{settings.hotset}.{rank}"
     with _default_device("cpu"):                             # models are built, and their states made, under a default of their own
         store = ssdgram.open(settings.store, dram=settings.dram, hbm=settings.hbm, device=device, queue=settings.queue, layers=layers,

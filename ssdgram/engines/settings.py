@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 VARIABLES = {
-    "SSDGRAM_STORE": "the store's folder; unset: the plug-in does nothing",
+    "SSDGRAM_STORE": "the store's folder, or the socket of `ssdgram serve`; unset: the plug-in does nothing",
     "SSDGRAM_DRAM": "DRAM budget of each rank, for example 8GiB (the default)",
     "SSDGRAM_HBM": "GPU memory budget of each rank, for example 2GiB (default 0)",
     "SSDGRAM_QUEUE": "auto (default), uring, threads or gds",

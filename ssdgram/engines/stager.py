@@ -55,6 +55,10 @@ class Stager:
         for layer, target in self.targets.items():
             if tuple(target.shape[1:]) != shape or not target.is_contiguous():
                 raise ConfigError(f"layer {layer}'s buffer is {target.dtype} {list(target.shape)}: expected rows of {list(shape)}")
+        most = getattr(store, "positions", self.most_tokens)             # of a server
+        if self.most_tokens > most:
+            raise ConfigError(f"a step may have {self.most_tokens} tokens, the server takes {most} at a time: start it with "
+                              f"--batch-tokens {self.most_tokens}")
         need = self.most_tokens * store.geometry.orders * len(store.layers)
         if need > store.capacity:
             missing = (need - store.capacity) * store._stride >> 20

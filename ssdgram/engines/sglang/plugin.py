@@ -29,6 +29,7 @@ from ssdgram.engines.sglang.loading import check_loader
 from ssdgram.engines.stager import Stager
 from ssdgram.engines.windows import Windows
 from ssdgram.errors import SSDGramError
+from ssdgram.geometry import Geometry
 from ssdgram.sequence import Sequence
 
 log = logging.getLogger("ssdgram")
@@ -101,7 +102,7 @@ def embedding_class(engram: Any) -> type:
             self.graph_rows: torch.Tensor | None = None      # what decode graphs read
             self.captured = False
             check_loader(engram)
-            geometry_check(settings_now(), layer_id, dim, self.column_bounds)
+            geometry_check(opening.geometry_of(settings_now()), layer_id, dim, self.column_bounds)
 
         def finish_load(self, label: str) -> None:
             """Nothing was loaded."""
@@ -151,12 +152,10 @@ def _load_nothing(param: torch.nn.Parameter, loaded_weight: torch.Tensor) -> Non
     """The checkpoint's table, mapped and untouched."""
 
 
-def geometry_check(settings: Settings, layer: int, dim: int, bounds: tuple[int, ...]) -> None:
-    """IdentityError unless the store's table of that layer has these columns."""
-    from ssdgram.layout.manifest import Manifest
-
-    opening.check_layout(Manifest.load(settings.store).geometry, layers=[layer], primes=[np.diff(bounds)], offsets=[bounds[:-1]],
-                         row_dim=dim)
+def geometry_check(geometry: Geometry | None, layer: int, dim: int, bounds: tuple[int, ...]) -> None:
+    """IdentityError unless the store's table of that layer has these columns. None: it is looked at later."""
+    if geometry is not None:
+        opening.check_layout(geometry, layers=[layer], primes=[np.diff(bounds)], offsets=[bounds[:-1]], row_dim=dim)
 
 
 # ---------------------------------------------------------------- the process's backend
@@ -292,6 +291,8 @@ def from_model(cls: type, model: torch.nn.Module, hasher: Any, device: torch.dev
     layers = [embed.layer_id for embed in embeds]
     store = opening.open_store(settings, layers=layers, device=str(device), engine="sglang", rank=rank)
     try:
+        for embed in embeds:
+            geometry_check(store.geometry, embed.layer_id, embed.dim, embed.column_bounds)
         opening.check_hash(store, layers=layers, multipliers=hasher.multipliers.cpu().numpy(), token_map=hasher.token_map.cpu().numpy())
         backend = Backend(store, hasher, embeds, device, settings, most_tokens(engram), int(engram.MM_PAD_SHIFT_VALUE))
     except BaseException:

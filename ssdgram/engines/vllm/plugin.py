@@ -29,7 +29,7 @@ from ssdgram.engines.settings import Settings, read_settings
 from ssdgram.engines.stager import Stager
 from ssdgram.engines.vllm.loading import check_loader
 from ssdgram.engines.windows import Windows
-from ssdgram.layout.manifest import Manifest
+from ssdgram.geometry import Geometry
 
 log = logging.getLogger("ssdgram")
 IMAGE_ID = 129264                                            # vLLM: every position of an image span, whatever the config says
@@ -89,7 +89,7 @@ def patch_engram(module: ModuleType) -> None:
         settings = settings_now()
         check_config(config)
         check_loader(config)
-        check_against(Manifest.load(settings.store), layout, layout.layer_ids[layer_hash_index])
+        check_against(opening.geometry_of(settings), layout, layout.layer_ids[layer_hash_index])
         self._ssdgram_layer = layout.layer_ids[layer_hash_index]
         sizes = tuple(size for order in layout.primes[layer_hash_index] for size in order)
         return stored(layout.num_embeddings[layer_hash_index], layout.head_dim, sizes, cpu_offload=True)
@@ -155,10 +155,12 @@ def check_config(config: Any) -> None:
                                                                "SSDGRAM_STORE")
 
 
-def check_against(manifest: Manifest, layout: Any, layer: int) -> None:
-    """IdentityError unless the store's geometry gives the layout's row ids for that layer."""
+def check_against(geometry: Geometry | None, layout: Any, layer: int) -> None:
+    """IdentityError unless the store's geometry gives the layout's row ids for that layer. None: it is looked at later."""
+    if geometry is None:
+        return
     index = layout.layer_ids.index(layer)
-    opening.check_layout(manifest.geometry, layers=[layer], primes=[[size for order in layout.primes[index] for size in order]],
+    opening.check_layout(geometry, layers=[layer], primes=[[size for order in layout.primes[index] for size in order]],
                          offsets=layout.offsets[index:index + 1].tolist(), row_dim=layout.head_dim)
 
 
@@ -241,6 +243,8 @@ def attach(state: Any, vllm_config: Any, model: Any, device: torch.device) -> No
     store = opening.open_store(settings, layers=numbers, device=str(device), engine="vllm", rank=rank)
     try:
         hasher = next(part for part in model.modules() if type(part).__name__ == "NgramHashState")
+        for layer in numbers:
+            check_against(store.geometry, hasher.layout, layer)
         opening.check_hash(store, layers=hasher.layout.layer_ids, multipliers=hasher.multipliers.cpu().numpy(),
                            token_map=hasher.token_map.cpu().numpy())
         stager = Stager(store, {part._ssdgram_layer: part.staged_rows for part in layers}, timeout_s=settings.timeout_s)
