@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ssdgram._compiled import (address_of, atomic_add, atomic_exchange, atomic_load, atomic_store, compiled_lean, fence,
+from ssdgram._compiled import (address_of, atomic_add, atomic_exchange, atomic_load, atomic_load_at, atomic_store, compiled_lean, fence,
                                futex_wait, futex_wake, now_ns)
 from ssdgram._plan_state import (C_COPY_REQUESTED, C_REQUEST_TAIL, FREE_BATCH, NO_ERROR, RELEASE, SUBMIT, SUBMITTED, W_ERROR,
                                  W_LAYER, W_SEQUENCE, W_SLEEPERS, W_STAGE)
@@ -106,6 +106,23 @@ def wait_layer(batch_words, base, layer, timeout_ns, spin_ns):  # type: ignore[n
         atomic_add(batch_words, base + W_SLEEPERS, np.int32(-1))
         if now_ns() - begin < timeout_ns and atomic_load(batch_words, base + W_SEQUENCE) == sequence:
             return outcome(batch_words, base, layer)         # a signal: let Python look at it
+
+
+@compiled_lean
+def hurry(flag, ticket, control, words, spin_ns):  # type: ignore[no-untyped-def]
+    """Spin until the tokens that a GPU sends are there (the word at `flag` is the ticket), at most `spin_ns`; then wake the planner.
+
+    The planner looks for such words now and then only, so that it need not spin itself; who waits for the batch anyway looks for it.
+    Whether they came.
+    """
+    begin = now_ns()
+    while atomic_load_at(flag) != ticket:
+        if now_ns() - begin >= spin_ns:
+            return False
+    if atomic_load(control, PLANNER_ASLEEP) != 0 and atomic_exchange(control, PLANNER_ASLEEP, np.int64(0)) != 0:
+        atomic_add(words, PLANNER_WORD, np.int32(1))
+        futex_wake(words, PLANNER_WORD, 1)
+    return True
 
 
 @compiled_lean

@@ -20,7 +20,7 @@ import numpy as np
 
 from ssdgram import _plan_state as p
 from ssdgram import _state as s
-from ssdgram._calls import FAILED, READY, REFUSED, TIMED_OUT, outcome, wait_layer
+from ssdgram._calls import FAILED, READY, REFUSED, TIMED_OUT, hurry, outcome, wait_layer
 from ssdgram.cache.directory import mix
 from ssdgram.errors import BatchReleasedError, BatchTooLargeError, ReadError, ReadTimeoutError, RowCheckError, StoreBusyError, TokenError
 from ssdgram.kernels.hash import OUTPUT, STARTS
@@ -32,13 +32,14 @@ if TYPE_CHECKING:
     from ssdgram.store import Store
 
 SPIN_NS = 20_000
+HURRY_NS = 5_000_000                                         # how long a wait looks for a GPU's tokens itself, before it sleeps
 NAP_NS = 50_000_000                                          # a wait comes back to Python this often, so that Ctrl-C is answered
 
 
 class Batch:
     """What `Store.prefetch` returns. `len(batch)` = T positions; `ticket` numbers the batches of a store from 1."""
 
-    __slots__ = ("__weakref__", "_base", "_device_slots", "_events", "_flat", "_held", "_ready", "_released", "_row", "_slots",
+    __slots__ = ("__weakref__", "_base", "_device_slots", "_events", "_flag", "_flat", "_held", "_ready", "_released", "_row", "_slots",
                  "_store", "ticket")
 
     def __init__(self, store: Store, row: int, ticket: int, slots: np.ndarray, held: np.ndarray,
@@ -47,6 +48,7 @@ class Batch:
         self._slots, self._held, self._flat = slots, held, flat
         self._base = row * store._line
         self._ready = [False] * slots.shape[0]
+        self._flag = 0                                       # address of the word that says that the GPU's tokens are there
         self._device_slots: Any = None                       # the plan as the GPU reads it, [layers, T, orders]
         self._events: dict[int, Any] = {}                    # layer index -> CUDA stream of its newest gather
         self._released = False
@@ -86,6 +88,9 @@ class Batch:
         store = self._store
         words, begin = store._plan.words, time.monotonic()
         result = int(outcome(words, self._base, index))
+        if self._flag and result == TIMED_OUT:
+            hurry(self._flag, self.ticket, store._state.control, store._state.words, HURRY_NS)
+            self._flag = 0
         while result == TIMED_OUT:
             now = time.monotonic()
             if now >= self._cut_short(deadline, begin):

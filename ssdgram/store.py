@@ -491,7 +491,7 @@ class Store:
                     tokens, flags, flag = self._cuda.tokens_to_host(sequences, self.geometry.max_ngram, tokens, flags, row, ticket)
             self._alive[row] = (tokens, flags, slots, held)
             batch = Batch(self, row, ticket, slots, held, (tokens, flags))   # before `submit`: Ctrl-C behind it finds an owner
-            batch._device_slots = device_slots
+            batch._device_slots, batch._flag = device_slots, flag
             submit(self._plan.requests, self._plan.control, self._state.control, self._state.words, self._plan.batches,
                    self._plan.layers, self._plan.words, self._line, row, ticket, tokens, flags, flag, slots.reshape(-1),
                    held.reshape(-1), planned, window, PRIORITIES[priority])

@@ -81,7 +81,7 @@ def open_store(settings: Settings, *, layers: Sequence[int], device: str, engine
     does."""
     if is_socket(settings.store):
         with _default_device("cpu"):
-            store = ssdgram.attach(settings.store, device=device, hbm=settings.hbm, scale_rule=engine)
+            store: Store = ssdgram.attach(settings.store, device=device, hbm=settings.hbm, scale_rule=engine)
         if tuple(store.layers) != tuple(layers):
             store.close()
             raise ConfigError(f"the server at {settings.store} serves layers {list(store.layers)}, this rank has its tables at "
