@@ -179,6 +179,8 @@ def probe(folder: str) -> dict[str, Any]:
             push(state, np.arange(4))
             done = collect(state, 4)
             found["statuses"] = state.pages["status"][done].tolist()
+            if len(done) < 4 or any(found["statuses"]):
+                raise UnavailableError(f"of four reads by a batch {len(done)} came back, with status {found['statuses']}")
             found |= {"counters": counters(cufile), "mode": mode(before, counters(cufile))}
     except (UnavailableError, OSError, RuntimeError) as error:
         found["error"] = _first_line(error)
