@@ -51,7 +51,7 @@ class FakeCufile:
         self.random = np.random.default_rng(seed)
         self.path, self.max_batch, self.opens = path, 128, 0
         self.complaints, self.sizes, self.reads, self.statuses, self.most_busy = [], [], 0, 0, 0
-        self.files, self.buffers, self.batches = {}, {}, {}
+        self.files, self.buffers, self.batches, self.given = {}, {}, {}, []
         self.lock = threading.Lock()
 
     # ------------------------------------------------------------ driver, files, buffers
@@ -81,6 +81,7 @@ class FakeCufile:
         descriptor = at(address, self.descr_dtype)[0]
         assert descriptor["type"] == 1
         self.files[1000 + len(self.files)] = int(descriptor["handle"]["fd"])
+        self.given.append(int(descriptor["handle"]["fd"]))
         return 999 + len(self.files)
 
     def handle_deregister(self, handle):

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import os
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -91,6 +92,7 @@ class GdsQueue(Readers):
                  batch_most: int = BATCH_MOST) -> None:
         super().__init__(state, reason, affinity)
         self.cufile, self.device = cufile, device
+        self._descriptors: list[int] = []
         self._files: list[int] = []
         self._buffer = 0
         self._batches: list[list[int]] = []
@@ -122,7 +124,8 @@ class GdsQueue(Readers):
         cufile, state, notices = self.cufile, self.state, list[str]()
         for record in state.files:
             descriptor = np.zeros(1, cufile.descr_dtype)
-            descriptor["type"], descriptor["handle"]["fd"] = 1, record["fd"]         # CU_FILE_HANDLE_TYPE_OPAQUE_FD
+            self._descriptors.append(os.dup(int(record["fd"])))              # cuFile's own, for as long as it knows the file
+            descriptor["type"], descriptor["handle"]["fd"] = 1, self._descriptors[-1]         # CU_FILE_HANDLE_TYPE_OPAQUE_FD
             self._files.append(int(cufile.handle_register(descriptor.ctypes.data)))
         try:
             cufile.buf_register(self._staging, self.readers * self._size, 0)
@@ -257,7 +260,13 @@ class GdsQueue(Readers):
         if self._buffer:
             with contextlib.suppress(self.cufile.cuFileError):
                 self.cufile.buf_deregister(self._buffer)
+        self.forget()
         return True
+
+    def forget(self) -> None:
+        """Close the descriptors that cuFile was given: it knows them no more, or this is a forked child."""
+        while self._descriptors:
+            os.close(self._descriptors.pop())
 
     def _keep(self) -> None:
         """Leave everything as it is until the process ends."""
