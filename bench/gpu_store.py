@@ -10,6 +10,7 @@ to the end of the last gather; medians over at least 40 rounds of fresh token li
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import tempfile
@@ -64,6 +65,33 @@ def one_round(store: Any, tokens: np.ndarray, outs: list[torch.Tensor]) -> tuple
     return (ended - begun) * 1e6, (called - begun) * 1e6, planned
 
 
+def captured(store: Any, count: int, outs: list[torch.Tensor]) -> tuple[Any, torch.cuda.CUDAGraph]:
+    """A frame for `count` tokens and the graph that gathers all layers through it, side by side: small gathers leave the link idle."""
+    frame, graph, side = store.frame(count), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph):
+        main = torch.cuda.current_stream()
+        side.wait_stream(main)
+        for number, (layer, out) in enumerate(zip(store.layers, outs, strict=True)):
+            with torch.cuda.stream(side if number % 2 else main):
+                frame.rows(layer, out=out)
+        main.wait_stream(side)
+    return frame, graph
+
+
+def framed_round(store: Any, tokens: np.ndarray, frame: Any, graph: torch.cuda.CUDAGraph) -> tuple[float, float, float]:
+    """As `one_round`, by a captured graph: what an engine's decode step does."""
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    batch = store.prefetch(tokens)
+    called = time.perf_counter()
+    frame.load(batch)
+    graph.replay()
+    planned = batch.timing["published_us"]
+    batch.release()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begun) * 1e6, (called - begun) * 1e6, planned
+
+
 def end_to_end(store: Any, rounds: int) -> dict[str, dict[str, float]]:
     """Medians by T, and rows that were wrong."""
     generator, results = np.random.default_rng(7), {}
@@ -73,15 +101,31 @@ def end_to_end(store: Any, rounds: int) -> dict[str, dict[str, float]]:
         outs = [torch.empty(count, len(store.columns), store.dim, dtype=torch.bfloat16, device="cuda") for _ in store.layers]
         for prompt in prompts:
             one_round(store, prompt, outs)
+        frame, graph = captured(store, count, outs)
         before = store.stats().reads
-        times = np.array([one_round(store, prompts[number % PROMPTS], outs) for number in range(rounds)])
-        median = np.median(times, axis=0)
-        results[str(count)] = {"us": round(float(median[0]), 1), "p99_us": round(float(np.quantile(times[:, 0], 0.99)), 1),
-                               "prefetch_us": round(float(median[1]), 1), "plan_us": round(float(median[2]), 1),
-                               "wrong_rows": wrong, "reads": store.stats().reads - before}
-        print(f"T {count:6}: {median[0]:9.1f} us  prefetch {median[1]:7.1f}  plan {median[2]:8.1f}  wrong rows {wrong}  "
-              f"reads {results[str(count)]['reads']}", flush=True)
+        ways: dict[str, Any] = {"eager": functools.partial(one_round, store, outs=outs),
+                                "graph": functools.partial(framed_round, store, frame=frame, graph=graph)}
+        taken: dict[str, list[tuple[float, float, float]]] = {way: [] for way in ways}
+        for number in range(rounds):
+            for way, run in ways.items():
+                taken[way].append(run(tokens=prompts[number % PROMPTS]))
+        wrong += check_frame(store, prompts[0], frame, graph, outs)
+        results[str(count)] = {"wrong_rows": wrong, "reads": store.stats().reads - before}
+        for way, rows in taken.items():
+            median, p99 = np.median(rows, axis=0), float(np.quantile([row[0] for row in rows], 0.99))
+            results[str(count)] |= {f"{way}_us": round(float(median[0]), 1), f"{way}_p99_us": round(p99, 1),
+                                    f"{way}_prefetch_us": round(float(median[1]), 1), f"{way}_plan_us": round(float(median[2]), 1)}
+            print(f"T {count:6} {way}: {median[0]:9.1f} us  p99 {p99:9.1f}  prefetch {median[1]:7.1f}  plan {median[2]:8.1f}  "
+                  f"wrong rows {wrong}  reads {results[str(count)]['reads']}", flush=True)
     return results
+
+
+def check_frame(store: Any, tokens: np.ndarray, frame: Any, graph: torch.cuda.CUDAGraph, outs: list[torch.Tensor]) -> int:
+    """Rows that a captured graph gathers other than `Batch.rows` does (0)."""
+    framed_round(store, tokens, frame, graph)
+    with store.prefetch(tokens) as batch:
+        return sum(int((batch.rows(layer).view(torch.int16) != out.view(torch.int16)).any(dim=2).sum())
+                   for layer, out in zip(store.layers, outs, strict=True))
 
 
 def memory_section(out: Path, dram: int, hbm: int) -> dict[str, float]:
@@ -106,7 +150,7 @@ def memory_section(out: Path, dram: int, hbm: int) -> dict[str, float]:
 def hotset_section(out: Path, folder: Path, dram: int) -> dict[str, float]:
     """Hit rate before and after a restart with a hot set, and the rate at which it loads, against a plain direct read of it."""
     path, generator = folder / "hot", np.random.default_rng(9)
-    prompts = [np.minimum(generator.geometric(0.0002, 2048), 129_000) - 1 for _ in range(60)]
+    prompts = [np.minimum(generator.geometric(0.0002, 2048), 129_000) - 1 for _ in range(30)]
 
     def rate(store: Any, part: list[np.ndarray]) -> float:
         before = store.stats()
@@ -119,11 +163,11 @@ def hotset_section(out: Path, folder: Path, dram: int) -> dict[str, float]:
         return found / (found + missed)
 
     with ssdgram.open(out, dram=dram, device="cuda", hotset=path) as store:
-        rate(store, prompts[:40])
-        steady = rate(store, prompts[40:50])
+        rate(store, prompts[:20])
+        steady = rate(store, prompts[20:25])
     drop(path)
     with ssdgram.open(out, dram=dram, device="cuda", hotset=path) as store:
-        first = rate(store, prompts[50:])
+        first = rate(store, prompts[25:])
         loaded, bundles = store.hotset_load_s, store.hot_bundles
     drop(path)
     size, begun = path.stat().st_size, time.perf_counter()
@@ -177,7 +221,7 @@ def main(folder: Path | None, rows: int, dram: str, rounds: int, out: Path | Non
             payload["end_to_end"] = end_to_end(store, rounds)
         payload["memory"] = memory_section(store_folder, 1 << 30, 1 << 30)
         print(json.dumps(payload["memory"]), flush=True)
-        payload["hotset"] = hotset_section(store_folder, folder, 1 << 30)
+        payload["hotset"] = hotset_section(store_folder, folder, 256 << 20)
         print(json.dumps(payload["hotset"]), flush=True)
         path = write_results("gpu-store", payload)
         if out is not None:

@@ -82,7 +82,7 @@ def bar(limit: str, ok: bool) -> str:
 
 def cpu_us(store: Store) -> float:
     """Processor time of the planner's thread so far: what other work on the machine cannot stretch. Exact while it sleeps."""
-    return int(Path(f"/proc/self/task/{store._thread.native_id}/schedstat").read_text().split()[0]) / 1e3
+    return int(Path(f"/proc/self/task/{store._threads[0].native_id}/schedstat").read_text().split()[0]) / 1e3
 
 
 # ---------------------------------------------------------------- plan

@@ -33,6 +33,20 @@ def check_tokens(tokens, flags, vocab_size):  # type: ignore[no-untyped-def]
 
 
 @compiled_lean
+def plain_sequence(ids, tokens, flags):  # type: ignore[no-untyped-def]
+    """Copy ids (any integers [N]) to tokens int32 [N], with the flags uint8 [N] of a sequence that begins there and takes part
+    throughout. Whether all ids fit."""
+    fits = True
+    for index in range(len(ids)):
+        tokens[index] = ids[index]
+        fits &= tokens[index] == ids[index]
+        flags[index] = PARTICIPATES | OUTPUT
+    if len(ids) > 0:
+        flags[0] |= STARTS
+    return fits
+
+
+@compiled_lean
 def ngram_keys(tokens, flags, start, stop, token_map, multipliers, rule, fill, out):  # type: ignore[no-untyped-def]
     """Keys of the OUTPUT positions among flat positions [start, stop), one behind the other in `out`; returns their count.
 

@@ -17,7 +17,7 @@ import numpy as np
 from ssdgram import _plan_state as p
 from ssdgram import _state as s
 from ssdgram._arena import Spec, rounded, size_of
-from ssdgram._planner import BLOCK, SLICE
+from ssdgram._plan_state import BLOCK, SLICE
 from ssdgram.cache import directory, overflow, sketch
 from ssdgram.errors import BudgetError
 
@@ -25,7 +25,7 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "K"
          "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 PRIVATE = frozenset({
     "pages", "targets", "claims", "batches", "layers", "active", "slots", "directory", "sketch", "overflow", "hbm", "wants", "buckets",
-    "building", "groups", "group_index", "multipliers", "token_map", "keys", "found", "sets"})
+    "building", "groups", "group_index", "multipliers", "token_map", "keys", "found", "sets", "crew", "crew_futex", "chunks"})
 # the planner's (and readers') own arrays: no other process and no GPU looks at them
 MIN_FREE_SLOTS = 64                                          # slots beyond the dead bundles, at the least
 MOST_SLOTS = 1 << 30                                         # their numbers are int32
@@ -60,6 +60,7 @@ class Shape:
     batches: int
     hbm_slots: int = 0
     slab_slots: int | None = None                            # slots of a slab in GPU memory; None: in DRAM, as many as the budget pays for
+    crew: int = 0                                            # threads that help the planner
 
     @property
     def groups(self) -> int:
@@ -87,9 +88,11 @@ def _power_of_two(value: int) -> int:
     return 1 << max(0, value - 1).bit_length()
 
 
-def _specs(shape: Shape, slots: int, sets: int, pages: int, depth: int) -> tuple[Spec, ...]:
+def specs_of(shape: Shape, slots: int, sets: int, pages: int, depth: int) -> tuple[Spec, ...]:
+    """Name, dtype and shape of every array that a store keeps."""
     groups, readers = shape.groups, shape.readers
     slab = slots if shape.slab_slots is None else 1          # what lies in GPU memory is not paid for here
+    chunks = p.CHUNKS if shape.crew else 1                   # that are planned side by side
     return (
         ("control", np.int64, (s.control_words(readers),)),
         ("words", np.int32, (s.futex_words(readers),)),
@@ -127,9 +130,12 @@ def _specs(shape: Shape, slots: int, sets: int, pages: int, depth: int) -> tuple
         ("group_index", np.int32, (256,)),
         ("multipliers", np.int64, (shape.layers, shape.orders + 1)),
         ("token_map", np.int32, (shape.vocabulary,)),
-        ("keys", np.int64, (SLICE * groups,)),
-        ("found", np.int64, (BLOCK * groups,)),
-        ("sets", np.int64, (BLOCK * groups,)),
+        ("keys", np.int64, (chunks * SLICE * groups,)),
+        ("found", np.int64, (chunks * SLICE * groups,)),
+        ("sets", np.int64, ((1 + shape.crew) * BLOCK * groups,)),
+        ("crew", np.int64, (p.CREW_WORDS,)),
+        ("crew_futex", np.int32, (16,)),
+        ("chunks", np.int64, (chunks * p.chunk_line(shape.layers, shape.orders),)),
         ("slab", np.uint8, (slab * shape.stride,)),
     )
 
@@ -144,7 +150,7 @@ def sizes(budget: int, shape: Shape) -> Sizes:
     def with_slots(slots: int) -> Sizes:
         spare = max(16, slots // 64)                         # slots for bundles that are in no set
         sets = directory.sets_for(max(directory.WAYS, slots - spare))
-        return Sizes(slots, sets, pages, depth, _specs(shape, slots, sets, pages, depth))
+        return Sizes(slots, sets, pages, depth, specs_of(shape, slots, sets, pages, depth))
 
     least = shape.groups + MIN_FREE_SLOTS
     if shape.slab_slots is not None:

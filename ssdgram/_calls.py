@@ -1,50 +1,54 @@
 """The caller's side of the planner, compiled: hand in a batch, hand it back, wait for a layer. Run by any Python thread, GIL-free.
 
-They pass single arrays, not the whole state: taking a tuple of forty arrays apart would cost more than the work.
+They pass the address of what `_kept.keep` wrote down, or single arrays: to take a tuple of forty arrays apart costs more than the
+work.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from ssdgram._compiled import (address_of, atomic_add, atomic_exchange, atomic_load, atomic_load_at, atomic_store, compiled_lean, fence,
-                               futex_wait, futex_wake, now_ns)
-from ssdgram._plan_state import (C_COPY_REQUESTED, C_REQUEST_TAIL, FREE_BATCH, NO_ERROR, RELEASE, SUBMIT, SUBMITTED, W_ERROR,
-                                 W_LAYER, W_SEQUENCE, W_SLEEPERS, W_STAGE)
-from ssdgram._state import COPIER_WORD, PLANNER_ASLEEP, PLANNER_WORD, STOP
+from ssdgram._compiled import address_of, atomic_add, atomic_load, atomic_load_at, atomic_store, compiled_inner, compiled_lean, fence, futex_wait, now_ns
+from ssdgram._kept import PLAN_AT, plan_at, state_at
+from ssdgram._plan_state import (C_COPY_REQUESTED, C_LONG_SLEEP, C_QUEUES, C_REQUEST_TAIL, FREE_BATCH, NO_ERROR, PP_BATCH_LINE,
+                                 PP_LAYERS, RELEASE, SUBMIT, SUBMITTED, W_ERROR, W_LAYER, W_SEQUENCE, W_SLEEPERS, W_STAGE)
+from ssdgram._state import COPIER_WORD, STOP
+from ssdgram.queues._handoff import wake_planner
 
 TIMED_OUT, READY, FAILED, REFUSED = range(4)                 # what a wait comes to
 
 
-@compiled_lean
-def push_request(requests, plan_control, control, words, request):  # type: ignore[no-untyped-def]
-    """Append to the request ring (the caller holds the store's lock; the ring has room for every batch) and wake the planner."""
-    tail = plan_control[C_REQUEST_TAIL]
-    requests[tail & (requests.shape[0] - 1)] = request
-    atomic_store(plan_control, C_REQUEST_TAIL, tail + 1)
-    fence()
-    if atomic_load(control, PLANNER_ASLEEP) != 0 and atomic_exchange(control, PLANNER_ASLEEP, np.int64(0)) != 0:
-        atomic_add(words, PLANNER_WORD, np.int32(1))
-        futex_wake(words, PLANNER_WORD, 1)
+@compiled_inner
+def push_request(plan, request):  # type: ignore[no-untyped-def]
+    """Append to the request ring: the caller holds the store's lock, and the ring has room for every batch."""
+    tail = plan.control[C_REQUEST_TAIL]
+    plan.requests[tail & (plan.requests.shape[0] - 1)] = request
+    atomic_store(plan.control, C_REQUEST_TAIL, tail + 1)
 
 
 @compiled_lean
-def free_row(batch_words, line, start):  # type: ignore[no-untyped-def]
-    """A batch row that is FREE, looked for from row `start` on; -1: none."""
-    rows = batch_words.shape[0] // line
-    for k in range(rows):
-        row = (start + k) % rows
-        if atomic_load(batch_words, row * line + W_STAGE) == FREE_BATCH:
+def ring(kept):  # type: ignore[no-untyped-def]
+    """Wake the planner's thread if it sleeps. To be called behind whatever it is to see."""
+    wake_planner(state_at(kept))
+
+
+@compiled_lean
+def free_row(kept):  # type: ignore[no-untyped-def]
+    """The first batch row that is FREE; -1: none."""
+    plan = plan_at(kept + PLAN_AT)
+    for row in range(plan.batches.shape[0]):
+        if atomic_load(plan.words, row * plan.params[PP_BATCH_LINE] + W_STAGE) == FREE_BATCH:
             return row
     return -1
 
 
 @compiled_lean
-def submit(requests, plan_control, control, words, batches, batch_layers, batch_words, line, row, ticket,  # type: ignore[no-untyped-def]
-           tokens, flags, flag, slots, held, positions, window, priority):
-    """Fill a FREE row and hand it to the planner. tokens and slots int32, flags uint8, held int32: they live until the row is FREE
-    again; `flag`: the address of the word that says that the tokens are there, 0: they are."""
-    batch = batches[row]
+def submit(kept, row, ticket, tokens, flags, flag, slots, held, positions, window, priority, wake):  # type: ignore[no-untyped-def]
+    """Fill a FREE row and hand it to the planner. tokens int32 [N], flags uint8 [N], slots int32 [L, T, orders], held int32
+    [L, T * orders]: they live until the row is FREE again; `flag`: the address of the word that says that the tokens are there,
+    0: they are. `wake`: False if the caller is going to plan it here (_planner.plan_here)."""
+    plan = plan_at(kept + PLAN_AT)
+    batch = plan.batches[row]
     batch.ticket = ticket
     batch.tokens = address_of(tokens, 0)
     batch.flags = address_of(flags, 0)
@@ -56,23 +60,33 @@ def submit(requests, plan_control, control, words, batches, batch_layers, batch_
     batch.window = window
     batch.priority = priority
     batch.released = 0
-    layers = batch_layers.shape[0] // batches.shape[0]
+    layers, line = plan.params[PP_LAYERS], plan.params[PP_BATCH_LINE]
     for layer in range(row * layers, (row + 1) * layers):
-        batch_layers[layer].word = 0
-        batch_layers[layer].expected = 0
+        plan.layers[layer].word = 0
+        plan.layers[layer].expected = 0
     batch.taken_ns = batch.planned_ns = batch.published_ns = batch.busy_ns = 0
     batch.probes = batch.misses = batch.joined = batch.reads = 0
     batch.submitted_ns = now_ns()
     for k in range(W_ERROR, line):
-        batch_words[row * line + k] = 0
-    atomic_store(batch_words, row * line + W_STAGE, np.int32(SUBMITTED))
-    push_request(requests, plan_control, control, words, np.int32(row * 2 + SUBMIT))
+        plan.words[row * line + k] = 0
+    atomic_store(plan.words, row * line + W_STAGE, np.int32(SUBMITTED))
+    push_request(plan, np.int32(row * 2 + SUBMIT))
+    if wake:
+        wake_planner(state_at(kept))
 
 
 @compiled_lean
-def hand_back(requests, plan_control, control, words, row):  # type: ignore[no-untyped-def]
-    """Release a batch. The words of the gathers that were launched for it stand in its LAYER records by now."""
-    push_request(requests, plan_control, control, words, np.int32(row * 2 + RELEASE))
+def hand_back(kept, row):  # type: ignore[no-untyped-def]
+    """Release a batch. The words of the gathers that were launched for it stand in its LAYER records by now.
+
+    A wake-up costs more than all the rest of a decode step here, so a planner that looks again soon anyway is left asleep unless
+    some batch waits for slots.
+    """
+    plan = plan_at(kept + PLAN_AT)
+    push_request(plan, np.int32(row * 2 + RELEASE))
+    fence()
+    if plan.control[C_LONG_SLEEP] != 0 or plan.control[C_QUEUES] >= 0 or plan.control[C_QUEUES + 2] >= 0:
+        wake_planner(state_at(kept))
 
 
 @compiled_lean
@@ -84,6 +98,39 @@ def outcome(batch_words, base, layer):  # type: ignore[no-untyped-def]
     if atomic_load(batch_words, base + W_ERROR) != NO_ERROR:
         return np.int64(REFUSED)
     return np.int64(TIMED_OUT)
+
+
+@compiled_lean
+def all_ready(batch_words, base, layers):  # type: ignore[no-untyped-def]
+    """Whether every layer of the batch is READY."""
+    for layer in range(layers):
+        if atomic_load(batch_words, base + W_LAYER + layer) != READY:
+            return False
+    return True
+
+
+@compiled_lean
+def frame_is_idle(words, used, number):  # type: ignore[no-untyped-def]
+    """Whether the gathers of a frame's last launch have stored its number: words int64 [L], used uint8 [L]."""
+    for layer in range(len(words)):
+        if used[layer] != 0 and atomic_load(words, layer) != number:
+            return False
+    return True
+
+
+@compiled_lean
+def load_frame(batch_layers, row, slots, frame_slots, numbers, words, used, number):  # type: ignore[no-untyped-def]
+    """Put a batch's slots, int32 [L, T, orders], into a frame's, [L, most, orders], -1 beyond; have the planner wait for the number
+    in the frame's words before it gives them back."""
+    layers, positions, orders = slots.shape
+    for layer in range(layers):
+        for t in range(frame_slots.shape[1]):
+            for order in range(orders):
+                frame_slots[layer, t, order] = slots[layer, t, order] if t < positions else -1
+        numbers[layer] = number
+        if used[layer] != 0:
+            batch_layers[row * layers + layer].word = address_of(words, layer)
+            batch_layers[row * layers + layer].expected = number
 
 
 @compiled_lean
@@ -109,8 +156,8 @@ def wait_layer(batch_words, base, layer, timeout_ns, spin_ns):  # type: ignore[n
 
 
 @compiled_lean
-def hurry(flag, ticket, control, words, spin_ns):  # type: ignore[no-untyped-def]
-    """Spin until the tokens that a GPU sends are there (the word at `flag` is the ticket), at most `spin_ns`; then wake the planner.
+def hurry(flag, ticket, spin_ns):  # type: ignore[no-untyped-def]
+    """Spin until the tokens that a GPU sends are there (the word at `flag` is the ticket), at most `spin_ns`.
 
     The planner looks for such words now and then only, so that it need not spin itself; who waits for the batch anyway looks for it.
     Whether they came.
@@ -119,9 +166,6 @@ def hurry(flag, ticket, control, words, spin_ns):  # type: ignore[no-untyped-def
     while atomic_load_at(flag) != ticket:
         if now_ns() - begin >= spin_ns:
             return False
-    if atomic_load(control, PLANNER_ASLEEP) != 0 and atomic_exchange(control, PLANNER_ASLEEP, np.int64(0)) != 0:
-        atomic_add(words, PLANNER_WORD, np.int32(1))
-        futex_wake(words, PLANNER_WORD, 1)
     return True
 
 

@@ -331,6 +331,40 @@ def atomic_cas(typingctx, array, index, expected, value):  # type: ignore[no-unt
 
 
 @intrinsic
+def atomic_add_at(typingctx, address, value):  # type: ignore[no-untyped-def]
+    """Add to the int32 at an address (4-aligned), sequentially consistent; the value before."""
+
+    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        return builder.atomic_rmw("add", builder.inttoptr(arguments[0], _i32.as_pointer()), arguments[1], "seq_cst")
+
+    return types.int32(types.int64, types.int32), codegen
+
+
+@intrinsic
+def atomic_exchange_at(typingctx, address, value):  # type: ignore[no-untyped-def]
+    """Store into the int64 at an address (8-aligned), sequentially consistent; the value before."""
+
+    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        return builder.atomic_rmw("xchg", builder.inttoptr(arguments[0], _i64.as_pointer()), arguments[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def pause(typingctx):  # type: ignore[no-untyped-def]
+    """Tell the processor that this thread spins, so that its sibling gets the core."""
+
+    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        if platform.machine() == "x86_64":
+            builder.call(_declare(builder, "llvm.x86.sse2.pause", ir.VoidType(), []), [])
+        else:
+            builder.call(_declare(builder, "llvm.aarch64.hint", ir.VoidType(), [_i32]), [ir.Constant(_i32, 1)])      # YIELD
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
 def fence(typingctx):  # type: ignore[no-untyped-def]
     """A full memory fence: a store before it is seen before a load after it is made."""
 
@@ -412,6 +446,7 @@ _NUMBERS = {"x86_64": (202, 35, 230), "aarch64": (98, 101, 115)}.get(platform.ma
 if _NUMBERS is None:
     raise ImportError(f"SSDGram knows the system calls of x86_64 and aarch64, not of {platform.machine()}")
 SYS_FUTEX = _NUMBERS[0]
+SYS_SCHED_YIELD = {"x86_64": 24, "aarch64": 124}[platform.machine()]
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1                              # not private: the words may be shared between processes
 
 

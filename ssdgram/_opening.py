@@ -19,7 +19,7 @@ import numpy as np
 from ssdgram import _pages, _slots
 from ssdgram import _plan_state as p
 from ssdgram import _state as s
-from ssdgram._arena import Arena, rounded
+from ssdgram._arena import rounded
 from ssdgram._budget import Shape, Sizes
 from ssdgram._plan_state import Plan
 from ssdgram._state import State
@@ -149,27 +149,11 @@ def gather_groups(selection: Selection) -> np.ndarray:
 
 
 def shape_of(geometry: Geometry, selection: Selection, vocabulary: int, readers: int, depth: int, batches: int,
-             hbm_slots: int = 0, slab_slots: int | None = None) -> Shape:
+             hbm_slots: int = 0, slab_slots: int | None = None, crew: int = 0) -> Shape:
     """What the budget is divided by."""
     return Shape(layers=len(selection.layers), orders=geometry.orders, files=len(selection.layers) * len(selection.columns),
                  vocabulary=vocabulary, stride=slot_stride(geometry, selection), heads=max(selection.heads), readers=readers,
-                 depth=depth, batches=batches, hbm_slots=hbm_slots, slab_slots=slab_slots)
-
-
-def lay_out(arena: Arena, sizes: Sizes, shape: Shape) -> tuple[State, Plan]:
-    """The arena's arrays as the planner and the readers take them."""
-    a = arena
-    state = State(control=a["control"], words=a["words"], params=a["params"], faults=a["faults"], step_ring=a["step_ring"],
-                  background_ring=a["background_ring"], done_ring=a["done_ring"], pages=a["pages"], targets=a["targets"],
-                  files=a["files"], claims=a["claims"], staging=a["staging"], slab=a["slab"])
-    plan = Plan(control=a["plan_control"], params=a["plan_params"], stats=a["stats"], requests=a["requests"], batches=a["batches"],
-                layers=a["layers"], words=a["batch_words"], active=a["active"], gpu_words=a["gpu_words"],
-                token_words=a["token_words"], hbm=a["hbm"], wants=a["wants"], copies=a["copies"], copy_word=a["copy_word"],
-                slots=a["slots"], directory=a["directory"], sketch=a["sketch"], overflow=a["overflow"], buckets=a["buckets"],
-                building=a["building"],
-                groups=a["groups"], group_index=a["group_index"], multipliers=a["multipliers"], token_map=a["token_map"],
-                keys=a["keys"], found=a["found"], sets=a["sets"])
-    return state, plan
+                 depth=depth, batches=batches, hbm_slots=hbm_slots, slab_slots=slab_slots, crew=crew)
 
 
 def fill(state: State, plan: Plan, *, manifest: Manifest, selection: Selection, files: np.ndarray, token_map: np.ndarray,
@@ -197,7 +181,7 @@ def fill(state: State, plan: Plan, *, manifest: Manifest, selection: Selection, 
                         (p.PP_FILL, geometry.fill(token_map)), (p.PP_RANK, owner[0]), (p.PP_WORLD, owner[1]),
                         (p.PP_REQUESTS, len(plan.requests)), (p.PP_SPIN_NS, spin_ns), (p.PP_DEGRADED_NS, degraded_ns),
                         (p.PP_STEP_PAGES, max(sizes.pages // 4, shape.heads)), (p.PP_BATCH_LINE, p.batch_line(shape.layers)),
-                        (p.PP_VOCABULARY, geometry.vocabulary(token_map)), (p.PP_HOT, HOT)):
+                        (p.PP_VOCABULARY, geometry.vocabulary(token_map)), (p.PP_HOT, HOT), (p.PP_CREW, shape.crew)):
         plan.params[name] = value
     plan.control[p.C_QUEUES:p.C_QUEUES + 4] = -1
     _slots.free_all(plan.control, plan.slots)

@@ -99,6 +99,7 @@ BATCH = np.dtype([
     ("expand", np.int32),
     ("bad_token", np.int32),                                 # flat index, if the tokens came from a GPU and one is no token
     ("queue_next", np.int32),
+    ("chunks", np.int32),                                    # of its next job for the crew; < 0: slices to go alone before
 ], align=True)
 
 LAYER = np.dtype([                                           # one per batch and layer
@@ -121,6 +122,7 @@ GROUP = np.dtype([                                           # one per served la
 
 # plan_control: int64, one line for each writer
 C_REQUEST_HEAD, C_REQUEST_TAIL, C_STATE, C_FREE, C_HAND, C_QUEUES, C_PAGES, C_MISC, C_BEAT = (8 * k for k in range(9))
+C_TAKEN_NS, C_LONG_SLEEP = C_BEAT, C_BEAT + 1                # when the last request was taken; 1: asleep until somebody rings
 # C_FREE: free list [first, count]; C_HAND: reclaim sweep; C_QUEUES: [step first, last, background first, last];
 # C_PAGES: [free page, free pages, free target, free targets, background pages]; C_MISC: see below
 C_IDLE, C_OVERFLOW, C_ACTIVE, C_TICKS, C_BUILDING, C_BUILDING_BACKGROUND, C_ISSUED, C_ISSUED_BACKGROUND = (C_MISC + k for k in range(8))
@@ -133,7 +135,7 @@ C_COUNT = 11 * 8
 
 # plan_params: int64, constant after open
 (PP_LAYERS, PP_ORDERS, PP_GROUPS, PP_SLOTS, PP_SETS, PP_BATCHES, PP_PAGES, PP_TARGETS, PP_BUCKETS, PP_RULE, PP_FILL, PP_RANK,
- PP_WORLD, PP_REQUESTS, PP_SPIN_NS, PP_DEGRADED_NS, PP_STEP_PAGES, PP_BATCH_LINE, PP_VOCABULARY, PP_HOT, PP_COUNT) = range(21)
+ PP_WORLD, PP_REQUESTS, PP_SPIN_NS, PP_DEGRADED_NS, PP_STEP_PAGES, PP_BATCH_LINE, PP_VOCABULARY, PP_HOT, PP_CREW, PP_COUNT) = range(22)
 
 # store states (plan_control[C_STATE])
 LOADING, WARMING, SERVING, DEGRADED = range(4)
@@ -149,6 +151,23 @@ S_ENGINE_US = S_SCALARS_END                                  # histogram of requ
 S_COUNT = S_ENGINE_US + 32
 
 COPIES = 256                                                 # bundles that are copied to HBM in one go
+SLICE = 64                                                   # positions planned without looking up: 64 x 6 probes are about 50 us
+BLOCK = 16                                                   # positions whose sets are asked for together
+
+# the crew (see _crew.py): int64 words, one line for each writer
+CREW_NEXT, CREW_DONE, CREW_SLEEPERS, CREW_BATCH, CREW_WORDS = 0, 8, 16, 24, 32
+# next: job number << 32 | chunks << 16 | first chunk that nobody took; done: chunks that are planned; batch: whose they are
+CHUNKS = 16                                                  # SLICEs planned side by side, at the most
+(K_START, K_STOP, K_FIRST, K_COUNT, K_LEFT, K_IDLE, K_HOT, K_HELD) = range(8)
+# of a chunk: flat positions [start, stop); number of its first output position, how many it has; keys left to the planner;
+# slots that were idle; one hot slot without an HBM copy, -1; then: distinct slots [layer], hits [order], repeats, HBM hits
+ABSENT, NOT_SERVED = -1, -2
+
+
+def chunk_line(layers: int, orders: int) -> int:
+    """int64 words of a chunk in `chunks`: whole cache lines."""
+    return -(-(K_HELD + layers + 3 * orders) // 8) * 8
+
 
 SUBMIT, RELEASE = 0, 1                                       # requests: batch * 2 + kind
 
@@ -180,6 +199,9 @@ class Plan(NamedTuple):
     group_index: np.ndarray                                  # int32 [256]: group number -> index in groups, -1
     multipliers: np.ndarray                                  # int64 [L, orders + 1]
     token_map: np.ndarray                                    # int32 [V], or [0]
-    keys: np.ndarray                                         # int64 [SLICE * G]: scratch
-    found: np.ndarray                                        # int64 [BLOCK * G]: scratch
-    sets: np.ndarray                                         # int64 [BLOCK * G]: scratch
+    keys: np.ndarray                                         # int64 [chunks * SLICE * G]: keys of each chunk
+    found: np.ndarray                                        # int64 [chunks * SLICE * G]: a chunk's slots; ABSENT, NOT_SERVED
+    sets: np.ndarray                                         # int64 [(1 + crew) * BLOCK * G]: scratch of each who plans
+    crew: np.ndarray                                         # int64 [CREW_WORDS]
+    crew_futex: np.ndarray                                   # int32 [16]: [0] changes with every job
+    chunks: np.ndarray                                       # int64 [chunks * chunk_line(L, orders)]

@@ -12,37 +12,43 @@ from __future__ import annotations
 
 import numpy as np
 
-from ssdgram._compiled import (address_of, atomic_add, atomic_exchange, atomic_load, atomic_load_at, atomic_store, compiled_inner,
-                               compiled_lean, fence, futex_wait, futex_wake, now_ns, prefetch, view_i32, view_u8)
+from ssdgram._compiled import (address_of, atomic_add, atomic_cas, atomic_exchange, atomic_load, atomic_load_at, atomic_store,
+                               compiled_inner, compiled_lean, fence, futex_wait, futex_wake, now_ns, prefetch, view_i32, view_u8)
+from ssdgram._crew import chunk_words, chunks_of_job, crew_helps, cut_chunks, learn, run_job
+from ssdgram._kept import PLAN_AT, plan_at, state_at
 from ssdgram._pages import expand_bundle, promote, push_pages, settle_page
-from ssdgram._plan_state import (AWAITING, BAD_TOKEN, COPIES, C_ACTIVE, C_BUILDING, C_COPIES, C_COPYING, C_COPY_REQUESTED,
-                                 C_GIVEN, C_HBM_FREE, C_HBM_HAND, C_IDLE, C_OVERFLOW, C_PAGES, C_PUSH, C_QUEUES, C_REQUEST_HEAD,
-                                 C_REQUEST_TAIL, C_STATE, C_TICKS, C_WANTED, DEGRADED, DONE, EXPANDING, FREE_BATCH, LAYER_FAILED,
-                                 LAYER_READY, NOWHERE, NO_COPY, NO_ERROR, PLANNING, PP_BATCH_LINE, PP_DEGRADED_NS, PP_FILL,
-                                 PP_HOT, PP_LAYERS, PP_ORDERS, PP_RANK, PP_REQUESTS, PP_RULE, PP_SLOTS, PP_SPIN_NS, PP_VOCABULARY,
-                                 PP_WORLD, QUEUED, SERVING, SLOT_FAILED, SLOT_READING, SLOT_READY, SLOT_RESERVED, SUBMIT, SUBMITTED,
-                                 S_BATCHES, S_BUSY_NS, S_CANCELLED, S_COPIED, S_DEGRADED, S_DROPPED, S_ENGINE_US, S_HBM_HITS,
-                                 S_HITS, S_JOINS, S_LONGEST_NS, S_LOOPS, S_MISSES, S_PROMOTED, S_REPEATS, S_SLEEPS, S_STARVED,
-                                 S_TOKENS, TOO_LARGE, UNWINDING, WAITING, WANTS_COPY, W_ERROR, W_LAYER, W_SEQUENCE, W_SLEEPERS,
-                                 W_STAGE, W_STARVED)
+from ssdgram._plan_state import (ABSENT, AWAITING, BAD_TOKEN, BLOCK, COPIES, C_ACTIVE, C_BUILDING, C_COPIES, C_COPYING, C_COPY_REQUESTED,
+                                 C_GIVEN, C_HBM_FREE, C_HBM_HAND, C_IDLE, C_LONG_SLEEP, C_OVERFLOW, C_PAGES, C_PUSH, C_QUEUES,
+                                 C_REQUEST_HEAD, C_REQUEST_TAIL, C_STATE, C_TAKEN_NS, C_TICKS, C_WANTED, DEGRADED, DONE, EXPANDING,
+                                 FREE_BATCH, K_COUNT, K_FIRST, K_HELD, K_HOT, K_IDLE, K_LEFT, K_STOP, LAYER_FAILED, LAYER_READY,
+                                 NOT_SERVED, NOWHERE, NO_COPY, NO_ERROR, PLANNING, PP_BATCH_LINE, PP_DEGRADED_NS, PP_FILL, PP_HOT,
+                                 PP_LAYERS, PP_ORDERS, PP_RANK, PP_REQUESTS, PP_RULE, PP_SLOTS, PP_SPIN_NS, PP_VOCABULARY, PP_WORLD,
+                                 QUEUED, SERVING, SLICE, SLOT_FAILED, SLOT_READING, SLOT_READY, SLOT_RESERVED, SUBMIT, SUBMITTED, S_BATCHES,
+                                 S_BUSY_NS, S_CANCELLED, S_COPIED, S_DEGRADED, S_DROPPED, S_ENGINE_US, S_HBM_HITS, S_HITS, S_JOINS,
+                                 S_LONGEST_NS, S_LOOPS, S_MISSES, S_PROMOTED, S_REPEATS, S_SLEEPS, S_STARVED, S_TOKENS, TOO_LARGE,
+                                 UNWINDING, WAITING, WANTS_COPY, W_ERROR, W_LAYER, W_SEQUENCE, W_SLEEPERS, W_STAGE, W_STARVED)
 from ssdgram._slots import drop_copy, drop_reference, overflow_find, take
-from ssdgram._state import (BACKGROUND, COPIER_WORD, PLANNER_ASLEEP, PLANNER_WORD, P_DONE_CAPACITY, P_READERS, READER_LINES,
-                            READER_WORDS, R_DONE_HEAD, R_DONE_TAIL, R_OLDEST_NS, STEP, STOP)
+from ssdgram._state import (ASLEEP, AWAKE, BACKGROUND, BORROWED, COPIER_WORD, PLANNER_ASLEEP, PLANNER_WORD, P_DONE_CAPACITY, P_READERS,
+                            READER_LINES, READER_WORDS, R_DONE_HEAD, R_DONE_TAIL, R_OLDEST_NS, STEP, STOP)
 from ssdgram.cache.directory import mix, prefetch_set, probe, set_of
 from ssdgram.cache.policy import frequency, standing, touch
 from ssdgram.cache.sketch import prefetch_sketch
 from ssdgram.kernels.hash import check_tokens, ngram_keys
-from ssdgram.queues._handoff import wake_readers
+from ssdgram.queues._handoff import wake_planner, wake_readers
 
-SLICE = 64                                                   # positions planned without looking up: 64 x 6 probes are about 50 us
-BLOCK = 16                                                   # positions whose sets are asked for together
 EXPAND_SLICE = 64                                            # bundles whose page reads are made without looking up
 SETTLE_SLICE = 256                                           # page records settled without looking up
 EXPAND_SCAN = 16384                                          # list entries looked at for them
 PUSH_SLICE = 2048
 UNWIND_SLICE = 4096
+UNWIND_BESIDE = 256                                          # while a step batch is being planned
+AHEAD = 16                                                   # slots asked for ahead of the one in hand
 NAP_NS = 50_000_000                                          # longest sleep while reads are under way: the drive's age is looked at
 POLL_NS = 100_000                                            # longest sleep while GPU words are awaited
+TICK_NS = 2_000_000                                          # longest sleep in busy times, which last ...
+BUSY_NS = 1_000_000_000                                      # ... so long after the last request
+BORROW_NS = 200_000                                          # how long a caller plans for himself
+BORROWED_NAP_NS = 50_000                                     # between looks whether he has done
 
 HBM_PROBES = 16                                              # slots of the HBM tier looked at for one that may be dropped
 
@@ -121,6 +127,7 @@ def reset_plan(plan, b, cursor):  # type: ignore[no-untyped-def]
     plan.batches[b].layer = 0
     plan.batches[b].expand = 0
     plan.batches[b].need = 0
+    plan.batches[b].chunks = 0
     for layer in range(layers):
         plan.layers[b * layers + layer].held = 0
         plan.layers[b * layers + layer].unready = 0
@@ -149,6 +156,8 @@ def take_requests(plan):  # type: ignore[no-untyped-def]
         else:
             release(plan, b)
     atomic_store(control, C_REQUEST_HEAD, head)
+    if count > 0:
+        control[C_TAKEN_NS] = now_ns()
     return count
 
 
@@ -218,7 +227,7 @@ def find_slot(plan, set_index, x, group):  # type: ignore[no-untyped-def]
 
 @compiled_inner
 def look_up_block(plan, first, count):  # type: ignore[no-untyped-def]
-    """Ask for the sets of `count` positions' keys, then probe them: slot or -1 (absent), -2 (not served here) into `found`."""
+    """Ask for the sets of `count` positions' keys, then probe them: slot, ABSENT or NOT_SERVED into `found`."""
     groups = plan.groups.shape[0]
     sets, world, rank = plan.directory.shape[0], plan.params[PP_WORLD], plan.params[PP_RANK]
     k = 0
@@ -240,21 +249,21 @@ def look_up_block(plan, first, count):  # type: ignore[no-untyped-def]
                     prefetch_sketch(plan.sketch, x, group)
                 plan.found[k] = slot
             else:
-                plan.found[k] = -2
+                plan.found[k] = NOT_SERVED
             k += 1
 
 
 @compiled_inner
-def slot_for(plan, b, k, x, group, order):  # type: ignore[no-untyped-def]
-    """The slot that the look-up found, or a new one for a bundle that is absent; -1: none to be had."""
-    slots, slot = plan.slots, np.int64(plan.found[k])
+def slot_for(plan, b, slot, set_index, x, group, order):  # type: ignore[no-untyped-def]
+    """The slot that the look-up found (-1: none), or a new one for a bundle that is absent; -1: none to be had."""
+    slots = plan.slots
     if slot >= 0 and (slots[slot].x != x or slots[slot].group != group or slots[slot].where == NOWHERE):
         slot = np.int64(-1)                                  # pushed out by this very block
     if slot < 0:
-        slot = find_slot(plan, plan.sets[k], x, group)       # a neighbour in this block may have brought it
+        slot = find_slot(plan, set_index, x, group)          # a neighbour in this block may have brought it
     if slot >= 0:
         return slot
-    slot = take(plan.control, plan.stats, plan.directory, plan.sketch, slots, plan.hbm, plan.overflow, plan.sets[k], x, group,
+    slot = take(plan.control, plan.stats, plan.directory, plan.sketch, slots, plan.hbm, plan.overflow, set_index, x, group,
                 plan.batches[b].priority)
     if slot >= 0:
         plan.batches[b].misses += 1
@@ -270,10 +279,16 @@ def consider_copy(plan, slot, order):  # type: ignore[no-untyped-def]
         plan.stats[S_HBM_HITS + order] += 1
     elif slots[slot].hbm == NO_COPY and control[C_WANTED] < COPIES and control[C_COPYING] == 0:
         if frequency(plan.directory, plan.sketch, slots[slot].x, slots[slot].group) >= plan.params[PP_HOT]:
-            slots[slot].hbm = WANTS_COPY
-            slots[slot].refs += 1                            # until the copy is made or given up
-            plan.wants[control[C_WANTED]] = slot
-            control[C_WANTED] += 1
+            want_copy(plan, slot)
+
+
+@compiled_inner
+def want_copy(plan, slot):  # type: ignore[no-untyped-def]
+    """Note a bundle that a batch holds as wanted in HBM. There is room in the list, and it has no copy."""
+    plan.slots[slot].hbm = WANTS_COPY
+    plan.slots[slot].refs += 1                               # until the copy is made or given up
+    plan.wants[plan.control[C_WANTED]] = slot
+    plan.control[C_WANTED] += 1
 
 
 @compiled_inner
@@ -309,20 +324,93 @@ def hold(plan, state, b, slot, layer, order, held):  # type: ignore[no-untyped-d
 def settle_block(plan, state, b, first, block, out, held):  # type: ignore[no-untyped-def]
     """Give each of the looked-up keys its slot, in `out`, and count the batch among its users. False: no slot to be had."""
     groups, k = plan.groups.shape[0], 0
-    positions, orders = plan.batches[b].positions, plan.params[PP_ORDERS]
     for t in range(plan.batches[b].planned + first, plan.batches[b].planned + first + block):
         for g in range(groups):
-            group = plan.groups[g]
-            slot = np.int64(-1)
-            if plan.found[k] != -2:
-                slot = slot_for(plan, b, k, plan.keys[first * groups + k], group.number, group.order)
-                if slot < 0:
-                    return False
-                hold(plan, state, b, slot, group.layer, group.order, held)
-                if plan.slots[slot].hbm >= 0 and plan.hbm[plan.slots[slot].hbm].ready != 0:
-                    slot = -2 - np.int64(plan.slots[slot].hbm)
-            out[(group.layer * positions + t) * orders + group.order] = slot
+            if not settle_key(plan, state, b, t, g, plan.keys[first * groups + k], np.int64(plan.found[k]), plan.sets[k], out, held):
+                return False
             k += 1
+    return True
+
+
+@compiled_inner
+def settle_key(plan, state, b, t, g, x, found, set_index, out, held):  # type: ignore[no-untyped-def]
+    """Give key x of position t and group g its slot. False: no slot to be had."""
+    group, slot = plan.groups[g], np.int64(-1)
+    if found != NOT_SERVED:
+        slot = slot_for(plan, b, found, set_index, x, group.number, group.order)
+        if slot < 0:
+            return False
+        hold(plan, state, b, slot, group.layer, group.order, held)
+        if plan.slots[slot].hbm >= 0 and plan.hbm[plan.slots[slot].hbm].ready != 0:
+            slot = -2 - np.int64(plan.slots[slot].hbm)
+    out[(group.layer * plan.batches[b].positions + t) * plan.params[PP_ORDERS] + group.order] = slot
+    return True
+
+
+@compiled_inner
+def end_of_window(plan, b):  # type: ignore[no-untyped-def]
+    """Flat token at which the batch's plan ends, or its present window."""
+    batch = plan.batches[b]
+    return min(batch.flat, batch.start + batch.window) if batch.window > 0 else batch.flat
+
+
+@compiled_inner
+def plan_job(plan, state, b):  # type: ignore[no-untyped-def]
+    """Plan the next chunks of the batch with the crew. False: no slot was to be had, the batch must give back what it holds."""
+    count = cut_chunks(plan, b, end_of_window(plan, b), chunks_of_job(plan, b))
+    run_job(plan, b, count)
+    left = 0
+    for k in range(count):
+        left += take_over(plan, b, k)
+    learn(plan, b, count, left)
+    for k in range(count):
+        if plan.chunks[k * chunk_words(plan) + K_LEFT] > 0 and not settle_rest(plan, state, b, k):
+            return False
+    return True
+
+
+@compiled_inner
+def take_over(plan, b, k):  # type: ignore[no-untyped-def]
+    """Add chunk k to the batch: its lists of slots behind those of the chunks before, its counts. How many keys it left."""
+    batch, layers, orders, words = plan.batches[b], plan.params[PP_LAYERS], plan.params[PP_ORDERS], k * chunk_words(plan)
+    chunks, counts = plan.chunks, words + K_HELD + layers
+    held = view_i32(batch.held, layers * batch.positions * orders)
+    for layer in range(layers):
+        mine = plan.layers[b * layers + layer]
+        start = (layer * batch.positions + chunks[words + K_FIRST]) * orders
+        end = layer * batch.positions * orders + mine.held
+        for i in range(chunks[words + K_HELD + layer]):
+            held[end + i] = held[start + i]
+        mine.held += chunks[words + K_HELD + layer]
+        batch.need += chunks[words + K_HELD + layer]
+    for order in range(orders):
+        plan.stats[S_HITS + order] += chunks[counts + order]
+        plan.stats[S_REPEATS + order] += chunks[counts + orders + order]
+        plan.stats[S_HBM_HITS + order] += chunks[counts + 2 * orders + order]
+    plan.control[C_IDLE] -= chunks[words + K_IDLE]
+    hot = chunks[words + K_HOT]
+    if hot >= 0 and plan.slots[hot].hbm == NO_COPY and plan.control[C_WANTED] < COPIES and plan.control[C_COPYING] == 0:
+        want_copy(plan, hot)
+    batch.cursor = chunks[words + K_STOP]
+    batch.planned += chunks[words + K_COUNT]
+    batch.probes += chunks[words + K_COUNT] * plan.groups.shape[0]
+    plan.stats[S_TOKENS] += chunks[words + K_COUNT]
+    return chunks[words + K_LEFT]
+
+
+@compiled_inner
+def settle_rest(plan, state, b, k):  # type: ignore[no-untyped-def]
+    """Give slots to the keys of chunk k that the crew left. False: no slot to be had."""
+    batch, groups, words = plan.batches[b], plan.groups.shape[0], k * chunk_words(plan)
+    room = plan.params[PP_LAYERS] * batch.positions * plan.params[PP_ORDERS]
+    out, held = view_i32(batch.slots, room), view_i32(batch.held, room)
+    base, sets = k * SLICE * groups, plan.directory.shape[0]
+    for j in range(plan.chunks[words + K_COUNT] * groups):
+        if plan.found[base + j] == ABSENT:
+            x, g = plan.keys[base + j], j % groups
+            set_index = set_of(x, plan.groups[g].number, sets)
+            if not settle_key(plan, state, b, plan.chunks[words + K_FIRST] + j // groups, g, x, np.int64(ABSENT), set_index, out, held):
+                return False
     return True
 
 
@@ -334,11 +422,9 @@ def plan_slice(plan, state, b):  # type: ignore[no-untyped-def]
     layers = plan.params[PP_LAYERS]
     out = view_i32(batch.slots, layers * batch.positions * orders)
     held = view_i32(batch.held, layers * batch.positions * orders)
-    stop = min(batch.cursor + SLICE, batch.flat)
-    if batch.window > 0:
-        stop = min(stop, batch.start + batch.window)
+    stop = min(batch.cursor + SLICE, end_of_window(plan, b))
     count = ngram_keys(tokens, flags, batch.cursor, stop, plan.token_map, plan.multipliers, plan.params[PP_RULE],
-                       plan.params[PP_FILL], plan.keys.reshape(SLICE, layers, orders))
+                       plan.params[PP_FILL], plan.keys[: SLICE * groups].reshape(SLICE, layers, orders))
     for first in range(0, count, BLOCK):
         block = min(BLOCK, count - first)
         look_up_block(plan, first, block)
@@ -444,7 +530,7 @@ def advance_head(plan, state, b):  # type: ignore[no-untyped-def]
         atomic_store(plan.words, b * plan.params[PP_BATCH_LINE] + W_STARVED, np.int32(0))
         set_stage(plan, b, PLANNING)
     if stage_of(plan, b) == PLANNING:
-        if not plan_slice(plan, state, b):
+        if not (plan_job(plan, state, b) if crew_helps(plan, b, end_of_window(plan, b)) else plan_slice(plan, state, b)):
             starve(plan, b)
         elif window_is_planned(plan, b):
             plan.batches[b].planned_ns = now_ns()
@@ -466,8 +552,7 @@ def advance_head(plan, state, b):  # type: ignore[no-untyped-def]
 @compiled_inner
 def window_is_planned(plan, b):  # type: ignore[no-untyped-def]
     """Whether the plan reached the end of the batch, or of its present window."""
-    batch = plan.batches[b]
-    return batch.cursor >= batch.flat or (batch.window > 0 and batch.cursor >= batch.start + batch.window)
+    return plan.batches[b].cursor >= end_of_window(plan, b)
 
 
 @compiled_inner
@@ -546,7 +631,8 @@ def unwind_slice(plan, b):  # type: ignore[no-untyped-def]
     held = view_i32(batch.held, layers * room)
     if batch.released != 0 and not words_arrived(plan, b):
         return False                                         # the GPU may still read these slots
-    budget = UNWIND_SLICE
+    step = plan.control[C_QUEUES]
+    budget = UNWIND_BESIDE if step >= 0 and stage_of(plan, step) == PLANNING else UNWIND_SLICE
     while batch.layer < layers:
         mine = plan.layers[b * layers + batch.layer]
         stop = min(mine.held, batch.expand + budget)
@@ -554,6 +640,7 @@ def unwind_slice(plan, b):  # type: ignore[no-untyped-def]
         given = plan.control[C_GIVEN]
         for k in range(batch.expand, stop):
             slot = np.int64(held[batch.layer * room + k])
+            prefetch(address_of(plan.slots, np.int64(held[batch.layer * room + min(k + AHEAD, mine.held - 1)])))
             if plan.slots[slot].ticket == batch.ticket:
                 plan.slots[slot].ticket = UNMARKED           # a plan begun again has to count itself in again
             drop_reference(plan.control, plan.directory, plan.slots, plan.hbm, plan.overflow, slot)
@@ -778,14 +865,17 @@ def nothing_arrived(plan, state):  # type: ignore[no-untyped-def]
 
 @compiled_inner
 def sleep(plan, state, longest_ns):  # type: ignore[no-untyped-def]
-    """Sleep until somebody rings, or for `longest_ns` (< 0: no limit)."""
+    """Sleep until somebody rings, or for `longest_ns` (< 0: no limit). A caller may plan meanwhile (`plan_here`)."""
     word = state.words[PLANNER_WORD]
-    atomic_exchange(state.control, PLANNER_ASLEEP, np.int64(1))
+    plan.control[C_LONG_SLEEP] = longest_ns < 0 or longest_ns > TICK_NS
+    atomic_exchange(state.control, PLANNER_ASLEEP, np.int64(ASLEEP))
     fence()
     if nothing_arrived(plan, state) and atomic_load(state.control, STOP) == 0:
         plan.stats[S_SLEEPS] += 1
         futex_wait(state.words, PLANNER_WORD, word, longest_ns)
-    atomic_store(state.control, PLANNER_ASLEEP, np.int64(0))
+    while atomic_load(state.control, PLANNER_ASLEEP) != AWAKE and not atomic_cas(
+            state.control, PLANNER_ASLEEP, np.int64(ASLEEP), np.int64(AWAKE)):
+        futex_wait(state.words, PLANNER_WORD, atomic_load(state.words, PLANNER_WORD), np.int64(BORROWED_NAP_NS))
 
 
 @compiled_inner
@@ -817,33 +907,81 @@ def push_built_pages(plan, state):  # type: ignore[no-untyped-def]
     return work
 
 
+@compiled_inner
+def turn(plan, state):  # type: ignore[no-untyped-def]
+    """Look at everything once and do a slice of each. (slices of work done, things that the GPU is awaited for)."""
+    begin = now_ns()
+    work = take_requests(plan)
+    settled = settle_reads(plan, state, SETTLE_SLICE)
+    tended, waiting_for_gpu = tend_batches(plan, settled)
+    promoted = plan.stats[S_PROMOTED]
+    work += settled + tended + work_on_heads(plan, state) + push_built_pages(plan, state)
+    if plan.stats[S_PROMOTED] != promoted:
+        wake_readers(state)                                  # records came into the step ring by another way than a push
+    if plan.hbm.shape[0] > 0:
+        copied, awaited = tend_hbm(plan, state)
+        work += copied
+        waiting_for_gpu += awaited
+    plan.stats[S_LOOPS] += 1
+    if work > 0:
+        now = now_ns()
+        plan.stats[S_BUSY_NS] += now - begin
+        plan.stats[S_LONGEST_NS] = max(plan.stats[S_LONGEST_NS], now - begin)
+        plan.control[C_TICKS] += 1
+        if plan.control[C_TICKS] & 1023 == 0:
+            look_at_drive(plan, state, now)
+    return work, waiting_for_gpu
+
+
+@compiled_inner
+def longest_sleep(plan, state, now, waiting_for_gpu):  # type: ignore[no-untyped-def]
+    """How long the planner may sleep although nobody rings; -1: for ever."""
+    if waiting_for_gpu > 0:
+        return POLL_NS
+    if now - plan.control[C_TAKEN_NS] < BUSY_NS:
+        return TICK_NS                                       # what callers left undone, so as not to wake anybody, is done then
+    reading = plan.control[C_PAGES + 1] < state.pages.shape[0]   # in a ring, or in a drive whose age is to be watched
+    return NAP_NS if reading else -1
+
+
+@compiled_inner
+def plan_here(plan, state, b):  # type: ignore[no-untyped-def]
+    """Plan batch b, just submitted (or its tokens just there), on the caller's thread while the planner's sleeps: waking it takes
+    longer than a step's plan.
+
+    The planner's memory belongs to whoever changed PLANNER_ASLEEP from ASLEEP to BORROWED until he changes it back. Returns
+    when the batch is planned, has to wait for something, or has had its time; the planner's thread goes on from there.
+    """
+    fence()
+    if not atomic_cas(state.control, PLANNER_ASLEEP, np.int64(ASLEEP), np.int64(BORROWED)):
+        return                                               # it is awake, and sees the request
+    begin, work = now_ns(), 1
+    while work > 0 and now_ns() - begin < BORROW_NS and (plan.control[C_REQUEST_HEAD] != plan.control[C_REQUEST_TAIL]
+                                                         or in_queue(stage_of(plan, b)) or stage_of(plan, b) == AWAITING):
+        work, _ = turn(plan, state)
+    undone = plan.control[C_LONG_SLEEP] != 0 or in_queue(stage_of(plan, b))
+    atomic_exchange(state.control, PLANNER_ASLEEP, np.int64(ASLEEP))
+    fence()
+    if undone or not nothing_arrived(plan, state):
+        wake_planner(state)
+
+
 @compiled_lean
-def planner_loop(plan, state):  # type: ignore[no-untyped-def]
-    """Run until STOP. This is the whole life of the planner's thread."""
+def planner_loop(kept, b):  # type: ignore[no-untyped-def]
+    """The whole life of the planner's thread (b < 0), until STOP; or a caller's look after the batch that he submitted (b >= 0).
+
+    One function for both, because they compile to the same code.
+    """
+    state, plan = state_at(kept), plan_at(kept + PLAN_AT)
+    if b >= 0:
+        plan_here(plan, state, b)
+        return
     last_work = now_ns()
     while atomic_load(state.control, STOP) == 0:
-        begin = now_ns()
-        work = take_requests(plan)
-        settled = settle_reads(plan, state, SETTLE_SLICE)
-        tended, waiting_for_gpu = tend_batches(plan, settled)
-        promoted = plan.stats[S_PROMOTED]
-        work += settled + tended + work_on_heads(plan, state) + push_built_pages(plan, state)
-        if plan.stats[S_PROMOTED] != promoted:
-            wake_readers(state)                              # records came into the step ring by another way than a push
-        if plan.hbm.shape[0] > 0:
-            copied, awaited = tend_hbm(plan, state)
-            work += copied
-            waiting_for_gpu += awaited
+        work, waiting_for_gpu = turn(plan, state)
         now = now_ns()
-        plan.stats[S_LOOPS] += 1
         if work > 0:
-            plan.stats[S_BUSY_NS] += now - begin
-            plan.stats[S_LONGEST_NS] = max(plan.stats[S_LONGEST_NS], now - begin)
             last_work = now
-            plan.control[C_TICKS] += 1
-            if plan.control[C_TICKS] & 1023 == 0:
-                look_at_drive(plan, state, now)
         elif now - last_work > plan.params[PP_SPIN_NS]:
             look_at_drive(plan, state, now)
-            reading = plan.control[C_PAGES + 1] < state.pages.shape[0]       # in a ring, or in a drive whose age is to be watched
-            sleep(plan, state, POLL_NS if waiting_for_gpu > 0 else NAP_NS if reading else -1)
+            sleep(plan, state, longest_sleep(plan, state, now, waiting_for_gpu))

@@ -12,7 +12,7 @@ from 0 to 1 first reads it, the other entry is skipped.
 Nothing here is a pointer: slots, pages and files are numbers, so that the arrays may live in memory shared by processes.
 
 Sleeping: a sleeper stores 1 into its `asleep` word, looks once more at its rings (`fence` between), then sleeps; a waker
-pushes, `fence`s, exchanges the `asleep` word to 0 and wakes if it was 1.
+pushes, `fence`s, exchanges the `asleep` word to 0 and wakes if it was 1. The planner's word has a third value (_planner.plan_here).
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ LINE = 8                                                     # int64 words in a 
 STOP = 0 * LINE                                              # 1: planner and readers return
 STEP_HEAD, STEP_TAIL = 1 * LINE, 2 * LINE                    # positions in step_ring, ever growing
 BACKGROUND_HEAD, BACKGROUND_TAIL = 3 * LINE, 4 * LINE        # positions in background_ring
-PLANNER_ASLEEP = 5 * LINE
+PLANNER_ASLEEP = 5 * LINE                                    # of these:
+AWAKE, ASLEEP, BORROWED = 0, 1, 2                            # borrowed: a caller plans while the planner's thread sleeps
 BACKGROUND_IN_FLIGHT = 6 * LINE                              # background reads in the drive, all readers (atomic_add)
 READER_LINES = 8 * LINE                                      # reader r's words start at READER_LINES + r * READER_WORDS
 READER_WORDS = 4 * LINE

@@ -20,7 +20,7 @@ import numpy as np
 
 from ssdgram import _plan_state as p
 from ssdgram import _state as s
-from ssdgram._calls import FAILED, READY, REFUSED, TIMED_OUT, hurry, outcome, wait_layer
+from ssdgram._calls import FAILED, READY, REFUSED, TIMED_OUT, all_ready, hurry, outcome, wait_layer
 from ssdgram.cache.directory import mix
 from ssdgram.errors import BatchReleasedError, BatchTooLargeError, ReadError, ReadTimeoutError, RowCheckError, StoreBusyError, TokenError
 from ssdgram.kernels.hash import OUTPUT, STARTS
@@ -72,6 +72,10 @@ class Batch:
         were no slots in that time, BatchTooLargeError if there never can be. A degraded store cuts the time short.
         """
         self._check()
+        if layer is None and self._all_ready():
+            self._store._count_wait(0.0, len(self._ready) - sum(self._ready))
+            self._ready = [True] * len(self._ready)
+            return
         deadline = time.monotonic() + timeout_s
         for index in range(len(self._ready)) if layer is None else (self._store._layer_index(layer),):
             if not self._ready[index]:
@@ -84,13 +88,23 @@ class Batch:
         return all(self._ready[index] or int(outcome(words, self._base, index)) != TIMED_OUT
                    for index in (range(len(self._ready)) if layer is None else (self._store._layer_index(layer),)))
 
+    def _all_ready(self) -> bool:
+        """Whether every layer is, found out in one call: the usual case of a warm step."""
+        return bool(all_ready(self._store._plan.words, self._base, len(self._ready)))
+
     def _wait_for(self, index: int, deadline: float) -> None:
         store = self._store
-        words, begin = store._plan.words, time.monotonic()
+        words = store._plan.words
         result = int(outcome(words, self._base, index))
-        if self._flag and result == TIMED_OUT:
-            hurry(self._flag, self.ticket, store._state.control, store._state.words, HURRY_NS)
+        if result == READY:
+            store._count_wait(0.0)
+            self._ready[index] = True
+            return
+        if self._flag:
+            if hurry(self._flag, self.ticket, HURRY_NS):
+                store._plan_here(self._row)
             self._flag = 0
+        begin = time.monotonic()
         while result == TIMED_OUT:
             now = time.monotonic()
             if now >= self._cut_short(deadline, begin):

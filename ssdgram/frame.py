@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ssdgram._calls import frame_is_idle, load_frame
 from ssdgram.errors import BatchTooLargeError, ConfigError, ReadTimeoutError
 
 if TYPE_CHECKING:
@@ -42,8 +43,8 @@ class Frame:
         self._numbers = torch.zeros(layers, dtype=torch.int64).pin_memory()          # what the gathers store next
         self._words = torch.zeros(layers, dtype=torch.int64).pin_memory()            # what they stored last
         self._counters = torch.zeros(layers, dtype=torch.int32, device=self._cuda.device)
-        self._slots_array, self._words_array = self._slots.numpy(), self._words.numpy()
-        self._used = [False] * layers
+        self._slots_array, self._numbers_array, self._words_array = self._slots.numpy(), self._numbers.numpy(), self._words.numpy()
+        self._used = np.zeros(layers, np.uint8)              # layers that this frame gathers
         self._number = 0
         self._loaded: Batch | None = None
 
@@ -61,7 +62,7 @@ class Frame:
             raise ConfigError(f"layer {layer} is gathered by this frame already: one gather of a layer, one word; make another frame")
         shape, dtype = self._cuda.output_of(store, self.tokens, mode)
         result = self._cuda.checked_output(out, shape, dtype)
-        self._used[index] = True
+        self._used[index] = 1
         self._cuda.gathers[index](self._slots[index], result, mode=mode, dram=self._cuda.slab, hbm=self._cuda.hbm.data_ptr(),
                                   counter=self._counters[index:index + 1], done=self._words[index:index + 1],
                                   ticket=self._numbers[index:index + 1])
@@ -74,35 +75,29 @@ class Frame:
         """
         if len(batch) > self.tokens:
             raise BatchTooLargeError(len(batch), self.tokens)
-        deadline = time.monotonic() + timeout_s
         batch.wait(timeout_s=timeout_s)
-        while not self._launched_is_done():
+        if not frame_is_idle(self._words_array, self._used, self._number):
+            self._wait_for_launch(timeout_s)
+        self._number += 1
+        load_frame(self._store._plan.layers, batch._row, batch._slots, self._slots_array, self._numbers_array, self._words_array, self._used,
+                   self._number)
+        self._loaded = batch
+
+    def _wait_for_launch(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not frame_is_idle(self._words_array, self._used, self._number):
             if time.monotonic() > deadline:
                 raise ReadTimeoutError("the graph that was launched with this frame has not gathered its rows; was the batch "
                                        "that was loaded before ever replayed?", age_s=timeout_s)
             time.sleep(0)
-        self._slots_array[:, :len(batch)] = batch._slots
-        self._slots_array[:, len(batch):] = -1
-        self._number += 1
-        self._numbers.fill_(self._number)
-        self._loaded = batch
-        self._expect(batch, self._words.data_ptr(), self._number)
 
     def discard(self) -> None:
         """The loaded batch will not be replayed: it may be released."""
-        if self._loaded is not None:
-            self._expect(self._loaded, 0, 0)
-            self._number = int(self._words_array[self._used].max(initial=0))
-            self._loaded = None
-
-    def _launched_is_done(self) -> bool:
-        used = self._words_array[np.array(self._used)]
-        return bool((used == self._number).all())
-
-    def _expect(self, batch: Batch, words: int, number: int) -> None:
-        """Have the planner wait for this frame's words before it gives the batch's slots back."""
+        if self._loaded is None:
+            return
         records: Any = self._store._plan.layers
-        for index, used in enumerate(self._used):
-            if used:
-                record = records[batch._row * len(self._used) + index]
-                record["word"], record["expected"] = words + 8 * index if words else 0, number
+        for index in np.flatnonzero(self._used):
+            record = records[self._loaded._row * len(self._used) + index]
+            record["word"], record["expected"] = 0, 0
+        self._number = int(self._words_array[self._used != 0].max(initial=0))
+        self._loaded = None

@@ -21,10 +21,11 @@ import numpy as np
 
 from ssdgram.errors import TokenError
 from ssdgram.geometry import MAX_NGRAM
-from ssdgram.kernels.hash import OUTPUT, PARTICIPATES, STARTS, check_tokens
+from ssdgram.kernels.hash import OUTPUT, PARTICIPATES, STARTS, check_tokens, plain_sequence
 
 _LOW, _HIGH = -2**31, 2**31 - 1
 _NONE = np.empty(0, np.int32)
+_USUAL = (np.dtype(np.int64), np.dtype(np.int32))
 
 
 class Sequence:
@@ -43,10 +44,9 @@ class Sequence:
         self._ragged: tuple[np.ndarray, int] | None = None   # (lengths of the requests, width of their windows)
         if participates is lookback is lookback_participates is None and _is_plain(tokens):
             self.device_tokens, self._length, self.lookback_length = None, len(tokens), 0       # the usual case, in few steps
-            self.flat_tokens = np.empty(len(tokens), np.int32)
-            self._wide = _clip_into(self.flat_tokens, tokens, 0)
-            self.flat_flags = np.full(len(tokens), PARTICIPATES | OUTPUT, np.uint8)
-            self.flat_flags[:1] |= STARTS
+            self.flat_tokens, self.flat_flags = np.empty(len(tokens), np.int32), np.empty(len(tokens), np.uint8)
+            fits = plain_sequence(tokens, self.flat_tokens, self.flat_flags)
+            self._wide = {} if fits else _clip_into(self.flat_tokens, tokens, 0)
             return
         self.device_tokens = tokens if _is_torch(tokens) and tokens.is_cuda else None
         own = _integers(tokens, "tokens") if self.device_tokens is None else np.zeros(_vector_length(tokens), np.int32)
@@ -205,8 +205,8 @@ def bad_id(sequences: list[Sequence], n: int, index: int, vocab_size: int, token
 
 
 def _is_plain(tokens: Any) -> bool:
-    """Whether `tokens` is a NumPy vector of integers."""
-    return type(tokens) is np.ndarray and tokens.ndim == 1 and tokens.dtype.kind in "iu"
+    """Whether `tokens` is a NumPy vector of the usual integers."""
+    return type(tokens) is np.ndarray and tokens.ndim == 1 and tokens.dtype in _USUAL
 
 
 def on_host(tokens: Any) -> Any:

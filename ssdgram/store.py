@@ -34,8 +34,10 @@ from ssdgram import _plan_state as p
 from ssdgram import _state as s
 from ssdgram._arena import Arena
 from ssdgram._budget import PRIVATE, parse_size, sizes
-from ssdgram._calls import free_row, hand_back, push_request, submit, wait_free
+from ssdgram._calls import free_row, hand_back, ring, submit, wait_free
 from ssdgram._compiled import compile_for
+from ssdgram._crew import crew_loop, wake_crew
+from ssdgram._kept import keep, lay_out
 from ssdgram._planner import planner_loop
 from ssdgram._warming import Warming
 from ssdgram.batch import Batch
@@ -69,6 +71,7 @@ log = logging.getLogger("ssdgram")
 PRIORITIES = {"step": s.STEP, "background": s.BACKGROUND}
 VARIABLE = "SSDGRAM_TRACE_RECORD"                            # what to record, and where (ssdgram.tools.trace_record)
 SCALE_RULES = ("spec", "vllm", "sglang")                     # kernels/dequant.py
+PLANNED_HERE = 512                                           # tokens of a step that the caller's thread plans, if the planner sleeps
 WARM_WINDOW = 512                                            # flat tokens that `warm` plans at a time
 ROW_WAIT_S = 5.0                                             # how long `prefetch` waits for a batch that is being released
 _open_stores: weakref.WeakSet[Store] = weakref.WeakSet()
@@ -82,6 +85,7 @@ class Tuning:
     readers: int | None = None                               # reader threads; None: by queue and CPUs
     depth: int | None = None                                 # reads in the drive per reader; None: by queue
     background_depth: int | None = None                      # of those, over all readers, for background reads; None: half
+    crew: int | None = None                                  # threads that help to plan large batches; None: by CPUs
     affinity: tuple[int, ...] | None = None                  # CPUs of the store's threads
     batches: int = 256                                       # unreleased batches at once
     retries: int = 2                                         # re-reads before the last one by another path
@@ -92,7 +96,7 @@ class Tuning:
 
     def __post_init__(self) -> None:
         cpus = os.sched_getaffinity(0)
-        for name, least, most in (("readers", 1, 256), ("depth", 1, 4096), ("background_depth", 1, 1 << 20),
+        for name, least, most in (("readers", 1, 256), ("crew", 0, 63), ("depth", 1, 4096), ("background_depth", 1, 1 << 20),
                                   ("batches", 2, 1 << 16), ("retries", 0, 1000)):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int) and least <= value <= most):
@@ -164,7 +168,8 @@ class Store:
         self._gds: _gds.Port | None = None
         self._recorder: Recorder | None = None
         self._row_formats: dict[int, RowFormat] = {}
-        self._alive: dict[int, Any] = {}                     # row -> what its addresses point into
+        self._alive: dict[int, Any] = {}                     # row -> tokens and flags that its addresses point into
+        self._memory: dict[int, tuple[np.ndarray, np.ndarray]] = {}          # row -> slots and held, kept for the next batch
         self._leaving: set[int] = set()                      # rows handed back, or of `warm`: free as soon as the planner is done
         self._wait_counts, self._wait_us_sum, self._served_bytes = np.zeros(WAIT_BUCKETS, np.int64), 0.0, 0
         all_paths = resolve(out, self.manifest, stripes)
@@ -203,7 +208,7 @@ class Store:
         if self._gds is not None:                            # the slab itself lies in GPU memory, so no tier of copies does
             hbm_slots, slab_slots = 0, max(0, hbm_budget - readers * depth * PAGE_BYTES) // stride
         shape = _opening.shape_of(self.geometry, self._selection, len(self._token_map), readers, depth, tuning.batches,
-                                  hbm_slots, slab_slots)
+                                  hbm_slots, slab_slots, default_crew(tuning.affinity) if tuning.crew is None else tuning.crew)
         self._sizes = sizes(budget, shape)
         there = min(count for count in (machine.memory()[0], machine.memory_limit(), 1 << 62) if count)
         if self._sizes.total > there:
@@ -217,7 +222,7 @@ class Store:
         except (OSError, OverflowError) as error:
             raise BudgetError(f"dram is {budget} bytes: this machine does not give that much ({error}); give less") from error
         try:
-            self._state, self._plan = _opening.lay_out(self._arena, self._sizes, shape)
+            self._state, self._plan = lay_out(self._arena)
             _opening.fill(self._state, self._plan, manifest=self.manifest, selection=self._selection, files=files,
                           token_map=self._token_map, sizes=self._sizes, shape=shape, owner=self._owner,
                           background_depth=tuning.background_depth or max(1, readers * self._sizes.depth // 2),
@@ -229,7 +234,10 @@ class Store:
             self.queue = self._queue.name
             self.notices.extend(self._queue.notices)
             try:
-                compile_for(planner_loop, self._plan, self._state)
+                self._kept = keep(self._state, self._plan)
+                self._address = self._kept.ctypes.data
+                compile_for(planner_loop, 0, 0)
+                compile_for(crew_loop, 0, 0)
                 if self._hotset is not None:
                     begun = time.monotonic()
                     self.hot_bundles = load_hotset(self, self._hotset)
@@ -243,20 +251,29 @@ class Store:
                 self._cuda.close()
             self._arena.close()
             raise
-        self._thread = threading.Thread(target=_run_planner, args=(self._plan, self._state, tuning.affinity), name="ssdgram-planner",
-                                        daemon=True)
+        self._threads = [threading.Thread(target=_run, args=(planner_loop, self._address, -1, tuning.affinity), name="ssdgram-planner",
+                                          daemon=True)]
+        self._threads += [threading.Thread(target=_run, args=(crew_loop, self._address, 1 + k, tuning.affinity), name=f"ssdgram-crew-{k}",
+                                           daemon=True) for k in range(shape.crew)]
+        started: list[threading.Thread] = []
         try:
-            self._thread.start()
+            for thread in self._threads:
+                thread.start()
+                started.append(thread)
         except RuntimeError as error:                        # a limit of threads
             self._state.control[s.STOP] = 1
+            ring(self._address)
+            wake_crew(self._plan.crew_futex)
+            for thread in started:
+                thread.join()
             self._queue.wake_all()
             self._queue.join()
             self._queue.close()
             if self._cuda is not None:
                 self._cuda.close()
             self._arena.close()
-            raise UnavailableError(f"the planner's thread cannot be started ({error}): raise the limit of threads (ulimit -u, the "
-                                   f"cgroup's pids.max)") from error
+            raise UnavailableError(f"the planner's threads cannot be started ({error}): raise the limit of threads (ulimit -u, the "
+                                   f"cgroup's pids.max), or open with Tuning(crew=0)") from error
         self._closed = False
         _open_stores.add(self)
         self._looked_ns = time.monotonic_ns()
@@ -362,14 +379,17 @@ class Store:
         self._keep_recording()
         self._unwind(timeout_s)
         self._state.control[s.STOP] = 1
-        push_request(self._plan.requests, self._plan.control, self._state.control, self._state.words, np.int32(1))
+        ring(self._address)
+        wake_crew(self._plan.crew_futex)
         self._queue.wake_all()
-        self._thread.join(timeout_s)
+        for thread in self._threads:
+            thread.join(timeout_s)
         self._queue.join(timeout_s)
-        if self._queue.stuck or self._thread.is_alive():     # the drive may yet write there: never to be freed or unmapped
+        if self._queue.stuck or any(thread.is_alive() for thread in self._threads):
+            # the drive may yet write there: never to be freed or unmapped
             log.error("%s: reads are still in the drive after %g s: their memory is kept until the process ends", self.path,
                       timeout_s)
-            _leaked.append((self._state, self._plan, self._queue, self._pairs, self._arena, self._cuda))
+            _leaked.append((self._state, self._plan, self._kept, self._queue, self._pairs, self._arena, self._cuda))
             self._pairs = []
             return
         self._queue.close()
@@ -385,6 +405,7 @@ class Store:
         for row in range(len(self._plan.batches)):
             if self._plan.words[row * self._line + p.W_STAGE] != p.FREE_BATCH:
                 self._push_release(row)
+        ring(self._address)
         deadline = time.monotonic() + timeout_s
         for row in range(len(self._plan.batches)):
             left = max(0, int((deadline - time.monotonic()) * 1e9))
@@ -475,41 +496,59 @@ class Store:
             check_ids(sequences, self.geometry.max_ngram, tokens, flags, self._vocabulary)
         layers, orders = len(self.layers), self.geometry.orders
         planned = min(window, positions) if window else positions
-        shape = (layers, planned, orders)
-        held = np.empty((layers, planned * orders), np.int32)
-        flag, device_slots = 0, None
+        flag, here = 0, not on_device and window == 0 and priority == "step" and positions <= PLANNED_HERE
         with self._lock:
             row = self._free_row()
             if ticket is None:
                 self._tickets += 1
                 ticket = self._tickets
-            if self._cuda is None:
-                slots = np.empty(shape, np.int32)
-            else:
-                slots, device_slots = self._cuda.plan_memory(row, shape)
-                if on_device:
-                    tokens, flags, flag = self._cuda.tokens_to_host(sequences, self.geometry.max_ngram, tokens, flags, row, ticket)
-            self._alive[row] = (tokens, flags, slots, held)
+            slots, held, device_slots = self._plan_memory(row, (layers, planned, orders))
+            if on_device:
+                tokens, flags, flag = self._cuda.tokens_to_host(  # type: ignore[union-attr]
+                    sequences, self.geometry.max_ngram, tokens, flags, row, ticket)
+            self._alive[row] = (tokens, flags)
             batch = Batch(self, row, ticket, slots, held, (tokens, flags))   # before `submit`: Ctrl-C behind it finds an owner
             batch._device_slots, batch._flag = device_slots, flag
-            submit(self._plan.requests, self._plan.control, self._state.control, self._state.words, self._plan.batches,
-                   self._plan.layers, self._plan.words, self._line, row, ticket, tokens, flags, flag, slots.reshape(-1),
-                   held.reshape(-1), planned, window, PRIORITIES[priority])
+            submit(self._address, row, ticket, tokens, flags, flag, slots, held, planned, window, PRIORITIES[priority], not here)
+            if here:
+                planner_loop(self._address, row)             # under the lock, so that `close` waits for its end
             if self._recorder is not None and not on_device and not window and ticket > 0:
                 self._recorder.add(tokens, flags)
         return batch
+
+    def _plan_here(self, row: int) -> None:
+        """Plan a batch whose tokens came from a GPU, if the planner sleeps."""
+        with self._lock:
+            if not self._closed:
+                planner_loop(self._address, row)
+
+    def _plan_memory(self, row: int, shape: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray, Any]:
+        """Memory for the plan of a batch that uses `row` anew: slots int32 [L, T, orders] (and as the GPU sees them), held
+        int32 [L, T * orders]. A row that is used for the same shape again keeps its memory: the batch before is out of it."""
+        known = self._memory.get(row)
+        device_slots = None
+        if self._cuda is not None:
+            slots, device_slots = self._cuda.plan_memory(row, shape)
+        elif known is not None and known[0].shape == shape:
+            return known[0], known[1], None
+        else:
+            slots = np.empty(shape, np.int32)
+        held = known[1] if known is not None and known[0].shape == shape else np.empty((shape[0], shape[1] * shape[2]), np.int32)
+        self._memory[row] = slots, held
+        return slots, held, device_slots
 
     def _free_row(self) -> int:
         """A free batch row; the caller holds the lock. Batches that were released may still be leaving: they are waited for."""
         deadline = time.monotonic() + ROW_WAIT_S
         while True:
             self._check()
+            row = free_row(self._address)
+            if row >= 0:
+                self._leaving.discard(row)
+                return row
+            ring(self._address)     # it may be asleep, with releases before it
             for row in [row for row in self._leaving if self._plan.words[row * self._line + p.W_STAGE] == p.FREE_BATCH]:
                 self._leaving.discard(row)
-                self._alive.pop(row, None)                   # the planner looks at them no more
-            row = int(free_row(self._plan.words, self._line, 0))
-            if row >= 0:
-                return row
             released = [row for row in self._leaving if self._plan.batches["window"][row] == 0]
             if not released or time.monotonic() > deadline:
                 break
@@ -536,13 +575,13 @@ class Store:
             self._recorder.add(*batch._flat)
 
     def _push_release(self, row: int) -> None:
-        hand_back(self._plan.requests, self._plan.control, self._state.control, self._state.words, row)
+        hand_back(self._address, row)
 
-    def _count_wait(self, seconds: float) -> None:
+    def _count_wait(self, seconds: float, count: int = 1) -> None:
         us = seconds * 1e6
         with self._lock:
-            self._wait_counts[min(WAIT_BUCKETS - 1, int(us).bit_length())] += 1
-            self._wait_us_sum += us
+            self._wait_counts[min(WAIT_BUCKETS - 1, int(us).bit_length())] += count
+            self._wait_us_sum += us * count
 
     def _count_served(self, count: int) -> None:
         with self._lock:
@@ -581,12 +620,18 @@ class Store:
         log.warning("%s: %s", self.path, text)
 
 
-def _run_planner(plan: Any, state: Any, affinity: tuple[int, ...] | None) -> None:
+def default_crew(affinity: tuple[int, ...] | None = None) -> int:
+    """Threads that help the planner, if nobody says how many: half of the CPUs that this process may use plan, at most eight."""
+    cpus = len(set(affinity or ()) & os.sched_getaffinity(0)) or queues.probe.cpu_count()
+    return max(0, min(8, cpus // 2) - 1)
+
+
+def _run(loop: Any, address: int, who: int, affinity: tuple[int, ...] | None) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())         # Ctrl-C belongs to the thread that waits
     if affinity:
         with contextlib.suppress(OSError):
             os.sched_setaffinity(threading.get_native_id(), affinity)
-    planner_loop(plan, state)
+    loop(address, who)
 
 
 def _checked_owner(owner: tuple[int, int] | None) -> tuple[int, int]:

@@ -29,10 +29,10 @@ from ssdgram.store import Tuning
 from ssdgram.tools.synth import expected_rows
 
 QUEUES = ("uring", "threads") if queues.probe.io_uring().ok else ("threads",)
-RING = Tuning(readers=1, depth=16, degraded_after_s=20.0)
+RING = Tuning(readers=1, depth=16, degraded_after_s=20.0, crew=0)
 THREADED = dataclasses.replace(RING, readers=6, depth=1)     # the same for the queue `threads`, whose readers have one read each
 QUICK = RING if "uring" in QUEUES else THREADED              # for the queue `auto`
-IMPATIENT = Tuning(readers=1, depth=16, degraded_after_s=0.2, degraded_wait_s=0.1)         # for drives that stop answering
+IMPATIENT = Tuning(readers=1, depth=16, degraded_after_s=0.2, degraded_wait_s=0.1, crew=0)       # for drives that stop answering
 
 
 def until(condition, timeout_s=10.0):
@@ -81,7 +81,7 @@ class Made:
         selection = _opening.Selection.of(self.geometry, layers, columns)
         readers, depth = tuning.readers or queues.default_readers(queue), tuning.depth or queues.default_depth(queue)
         vocabulary = 0 if self.token_map is None else len(self.token_map)
-        shape = _opening.shape_of(self.geometry, selection, vocabulary, readers, depth, tuning.batches)
+        shape = _opening.shape_of(self.geometry, selection, vocabulary, readers, depth, tuning.batches, crew=tuning.crew or 0)
         low, high = 0, 1 << 30
         while high - low > 1:
             middle = (low + high) // 2
@@ -197,7 +197,7 @@ def check_planner(store, made=None):
     assert quiet(store), "the store does not come to rest"
     plan, state, control = store._plan, store._state, store._plan.control
     slots = plan.slots
-    dead = np.unique(np.concatenate([store._alive[0][3][l, :int(plan.layers["held"][l])] for l in range(len(store.layers))]))
+    dead = np.unique(np.concatenate([store._memory[0][1][l, :int(plan.layers["held"][l])] for l in range(len(store.layers))]))
 
     free = walk(control[p.C_FREE], slots["next"], len(slots))
     assert len(free) == len(set(free)) == control[p.C_FREE + 1]

@@ -17,7 +17,7 @@ import numpy as np
 
 from ssdgram._compiled import (address_of, atomic_add, atomic_cas, atomic_exchange, atomic_load, atomic_store, compiled, fence,
                                futex_wake, syscall)
-from ssdgram._state import (BACKGROUND_HEAD, BACKGROUND_IN_FLIGHT, BACKGROUND_TAIL, P_BACKGROUND_DEPTH, P_DEPTH,
+from ssdgram._state import (ASLEEP, AWAKE, BACKGROUND_HEAD, BACKGROUND_IN_FLIGHT, BACKGROUND_TAIL, P_BACKGROUND_DEPTH, P_DEPTH,
                             P_DONE_CAPACITY, P_READERS, PLANNER_ASLEEP, PLANNER_WORD, R_ASLEEP, R_DONE_TAIL, R_ERRORS,
                             R_READS, R_WAKE_FD, READ_OK, READER_LINES, READER_WORDS, STEP_HEAD, STEP_TAIL,
                             WORD_LINE)
@@ -96,7 +96,7 @@ def wake_planner(state):  # type: ignore[no-untyped-def]
     """Wake the planner if it sleeps. To be called after pages were pushed to a done ring."""
     control, words = state.control, state.words
     fence()
-    if atomic_load(control, PLANNER_ASLEEP) != 0 and atomic_exchange(control, PLANNER_ASLEEP, 0) != 0:
+    if atomic_load(control, PLANNER_ASLEEP) == ASLEEP and atomic_cas(control, PLANNER_ASLEEP, ASLEEP, AWAKE):
         atomic_add(words, PLANNER_WORD, 1)
         futex_wake(words, PLANNER_WORD, 1)
 

@@ -85,6 +85,9 @@ class AttachedBatch(Batch):
         super().__init__(store, row, ticket, np.empty((layers, positions, 0), np.int32), np.empty((layers, 0), np.int32), flat)
         self._seated = False
 
+    def _all_ready(self) -> bool:
+        return False                                         # which words are this batch's is to be seen first
+
     def _wait_for(self, index: int, deadline: float) -> None:
         store, begin = self._store, time.monotonic()
         result = self._look(index, 0)

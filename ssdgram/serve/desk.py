@@ -55,7 +55,8 @@ BATCH_ROW = np.dtype([                                       # one per batch row
 D_STOP, D_TICKETS, D_LIVE, D_PENDING, D_DRAINING, D_JOINED, D_REFUSED, D_TAKEN, D_COUNT = (8 * k for k in range(9))
 # live: batch rows that seats hold; pending: seats that wait for words of a GPU; draining: clients that are leaving
 # params: int64
-DP_ROWS, DP_LAYERS, DP_ORDERS, DP_FLAT, DP_POSITIONS, DP_PLAN, DP_LINE, DP_SPIN_NS, DP_RING, DP_COUNT = range(10)
+DP_ROWS, DP_LAYERS, DP_ORDERS, DP_FLAT, DP_POSITIONS, DP_PLAN, DP_LINE, DP_SPIN_NS, DP_RING, DP_STORE, DP_COUNT = range(11)
+# store: address of the served store's arrays (_kept.keep)
 
 
 class Desk(NamedTuple):
@@ -76,13 +77,7 @@ class Desk(NamedTuple):
     held: np.ndarray                                         # int32 [B * plan]
     plans: np.ndarray                                        # int32 [B * plan], which clients read
     bell: np.ndarray                                         # int32
-    requests: np.ndarray                                     # from here on the planner's, see _plan_state and _state
-    plan_control: np.ndarray
-    store_control: np.ndarray
-    store_words: np.ndarray
-    batches: np.ndarray
-    layers: np.ndarray
-    batch_words: np.ndarray
+    batch_words: np.ndarray                                  # the planner's, see _plan_state
 
 
 @compiled_inner
@@ -176,10 +171,9 @@ def seat_batch(desk, c, row):  # type: ignore[no-untyped-def]
     desk.arrived[b] = ticket
     planned = min(seat.window, seat.positions) if seat.window > 0 else seat.positions
     room = params[DP_LAYERS] * params[DP_ORDERS] * planned
-    submit(desk.requests, desk.plan_control, desk.store_control, desk.store_words, desk.batches, desk.layers, desk.batch_words,
-           params[DP_LINE], np.int64(b), ticket, tokens, flags, address_of(desk.arrived, b),
+    submit(params[DP_STORE], np.int64(b), ticket, tokens, flags, address_of(desk.arrived, b),
            view_i32(address_of(desk.plans, b * params[DP_PLAN]), room), view_i32(address_of(desk.held, b * params[DP_PLAN]), room),
-           planned, seat.window, seat.priority)
+           planned, seat.window, seat.priority, True)
     if seat.window > 0:                                      # the planner frees the row after the last window, with no release
         seat.stage = EMPTY
         write_seat(desk, c, row, SEAT_DONE, seat.ticket)
@@ -315,7 +309,7 @@ def end_seat(desk, c, row):  # type: ignore[no-untyped-def]
                 k += 1
             desk.control[D_LIVE] -= 1
             desk.live[k] = desk.live[desk.control[D_LIVE]]
-            hand_back(desk.requests, desk.plan_control, desk.store_control, desk.store_words, b)
+            hand_back(desk.params[DP_STORE], b)
     seat.stage = EMPTY
     seat.batch = -1
     write_seat(desk, c, row, SEAT_DONE, seat.ticket)
@@ -394,7 +388,7 @@ def put_out(desk, c):  # type: ignore[no-untyped-def]
         if desk.seats[s].stage != EMPTY:
             end_seat(desk, c, row)
         elif desk.batch_rows[b].users == 0 and stage_of_row(desk, b) != FREE_BATCH:      # of `warm`, or on its way already
-            hand_back(desk.requests, desk.plan_control, desk.store_control, desk.store_words, np.int64(b))
+            hand_back(desk.params[DP_STORE], np.int64(b))
     desk.control[D_DRAINING] += 1
     atomic_store(desk.states, 16 * c, np.int32(DRAINING))
 

@@ -115,7 +115,7 @@ class Server:
         params = np.zeros(d.DP_COUNT, np.int64)
         for word, value in ((d.DP_ROWS, rows), (d.DP_LAYERS, layers), (d.DP_ORDERS, orders), (d.DP_FLAT, flat),
                             (d.DP_POSITIONS, positions), (d.DP_PLAN, plan), (d.DP_LINE, store._line),
-                            (d.DP_SPIN_NS, int(store.tuning.spin_us * 1000)), (d.DP_RING, share.ring_of(rows))):
+                            (d.DP_SPIN_NS, int(store.tuning.spin_us * 1000)), (d.DP_RING, share.ring_of(rows)), (d.DP_STORE, store._address)):
             params[word] = value
         self._desk = d.Desk(
             control=np.zeros(d.D_COUNT, np.int64), params=params, states=np.zeros(16 * clients, np.int32),
@@ -123,9 +123,7 @@ class Server:
             awaited=np.zeros(clients * rows * layers * 2, np.int64), batch_rows=np.zeros(batch_rows, d.BATCH_ROW),
             live=np.zeros(batch_rows, np.int32), pending=np.zeros(clients * rows, np.int32), arrived=self._own["arrived"],
             tokens=self._own["tokens"], flags=self._own["flags"], held=self._own["held"], plans=self._plans["plans"],
-            bell=self._bell["bell"], requests=store._plan.requests, plan_control=store._plan.control,
-            store_control=store._state.control, store_words=store._state.words, batches=store._plan.batches,
-            layers=store._plan.layers, batch_words=store._plan.words)
+            bell=self._bell["bell"], batch_words=store._plan.words)
         compile_for(d.desk_loop, self._desk)
         self._places: list[_Client | None] = [None] * clients
         self._waiting: list[_Client] = []                    # said no hello yet
