@@ -43,7 +43,8 @@ class Frame:
         self._numbers = torch.zeros(layers, dtype=torch.int64).pin_memory()          # what the gathers store next
         self._words = torch.zeros(layers, dtype=torch.int64).pin_memory()            # what they stored last
         self._counters = torch.zeros(layers, dtype=torch.int32, device=self._cuda.device)
-        self._slots_array, self._numbers_array, self._words_array = self._slots.numpy(), self._numbers.numpy(), self._words.numpy()
+        self._slots_array, self._words_array = self._slots.numpy(), self._words.numpy()
+        self._numbers_array = self._numbers.numpy()
         self._used = np.zeros(layers, np.uint8)              # layers that this frame gathers
         self._number = 0
         self._loaded: Batch | None = None
@@ -79,8 +80,8 @@ class Frame:
         if not frame_is_idle(self._words_array, self._used, self._number):
             self._wait_for_launch(timeout_s)
         self._number += 1
-        load_frame(self._store._plan.layers, batch._row, batch._slots, self._slots_array, self._numbers_array, self._words_array, self._used,
-                   self._number)
+        load_frame(self._store._plan.layers, batch._row, batch._slots, self._slots_array, self._numbers_array, self._words_array,
+                   self._used, self._number)
         self._loaded = batch
 
     def _wait_for_launch(self, timeout_s: float) -> None:

@@ -169,7 +169,7 @@ class Store:
         self._recorder: Recorder | None = None
         self._row_formats: dict[int, RowFormat] = {}
         self._alive: dict[int, Any] = {}                     # row -> tokens and flags that its addresses point into
-        self._memory: dict[int, tuple[np.ndarray, np.ndarray]] = {}          # row -> slots and held, kept for the next batch
+        self._row_memory: dict[int, tuple[np.ndarray, np.ndarray]] = {}          # row -> slots and held, kept for the next batch
         self._leaving: set[int] = set()                      # rows handed back, or of `warm`: free as soon as the planner is done
         self._wait_counts, self._wait_us_sum, self._served_bytes = np.zeros(WAIT_BUCKETS, np.int64), 0.0, 0
         all_paths = resolve(out, self.manifest, stripes)
@@ -389,7 +389,7 @@ class Store:
             # the drive may yet write there: never to be freed or unmapped
             log.error("%s: reads are still in the drive after %g s: their memory is kept until the process ends", self.path,
                       timeout_s)
-            _leaked.append((self._state, self._plan, self._kept, self._queue, self._pairs, self._arena, self._cuda))
+            _leaked.append((self._state, self._plan, self._queue, self._pairs, self._arena, self._cuda, self._kept))
             self._pairs = []
             return
         self._queue.close()
@@ -525,7 +525,7 @@ class Store:
     def _plan_memory(self, row: int, shape: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray, Any]:
         """Memory for the plan of a batch that uses `row` anew: slots int32 [L, T, orders] (and as the GPU sees them), held
         int32 [L, T * orders]. A row that is used for the same shape again keeps its memory: the batch before is out of it."""
-        known = self._memory.get(row)
+        known = self._row_memory.get(row)
         device_slots = None
         if self._cuda is not None:
             slots, device_slots = self._cuda.plan_memory(row, shape)
@@ -534,7 +534,7 @@ class Store:
         else:
             slots = np.empty(shape, np.int32)
         held = known[1] if known is not None and known[0].shape == shape else np.empty((shape[0], shape[1] * shape[2]), np.int32)
-        self._memory[row] = slots, held
+        self._row_memory[row] = slots, held
         return slots, held, device_slots
 
     def _free_row(self) -> int:

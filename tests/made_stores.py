@@ -197,7 +197,7 @@ def check_planner(store, made=None):
     assert quiet(store), "the store does not come to rest"
     plan, state, control = store._plan, store._state, store._plan.control
     slots = plan.slots
-    dead = np.unique(np.concatenate([store._memory[0][1][l, :int(plan.layers["held"][l])] for l in range(len(store.layers))]))
+    dead = np.unique(np.concatenate([store._row_memory[0][1][l, :int(plan.layers["held"][l])] for l in range(len(store.layers))]))
 
     free = walk(control[p.C_FREE], slots["next"], len(slots))
     assert len(free) == len(set(free)) == control[p.C_FREE + 1]

@@ -115,7 +115,8 @@ class Server:
         params = np.zeros(d.DP_COUNT, np.int64)
         for word, value in ((d.DP_ROWS, rows), (d.DP_LAYERS, layers), (d.DP_ORDERS, orders), (d.DP_FLAT, flat),
                             (d.DP_POSITIONS, positions), (d.DP_PLAN, plan), (d.DP_LINE, store._line),
-                            (d.DP_SPIN_NS, int(store.tuning.spin_us * 1000)), (d.DP_RING, share.ring_of(rows)), (d.DP_STORE, store._address)):
+                            (d.DP_SPIN_NS, int(store.tuning.spin_us * 1000)), (d.DP_RING, share.ring_of(rows)),
+                            (d.DP_STORE, store._address)):
             params[word] = value
         self._desk = d.Desk(
             control=np.zeros(d.D_COUNT, np.int64), params=params, states=np.zeros(16 * clients, np.int32),
