@@ -72,6 +72,8 @@ PRIORITIES = {"step": s.STEP, "background": s.BACKGROUND}
 VARIABLE = "SSDGRAM_TRACE_RECORD"                            # what to record, and where (ssdgram.tools.trace_record)
 SCALE_RULES = ("spec", "vllm", "sglang")                     # kernels/dequant.py
 PLANNED_HERE = 512                                           # tokens of a step that the caller's thread plans, if the planner sleeps
+SWEEP = 2                                                    # batches handed back of which the memory is kept without a look
+KEPT_PLAN = 1 << 13                                          # entries of a plan whose memory is kept
 WARM_WINDOW = 512                                            # flat tokens that `warm` plans at a time
 ROW_WAIT_S = 5.0                                             # how long `prefetch` waits for a batch that is being released
 _open_stores: weakref.WeakSet[Store] = weakref.WeakSet()
@@ -543,12 +545,12 @@ class Store:
         while True:
             self._check()
             row = free_row(self._address)
+            if len(self._leaving) > SWEEP or row < 0:
+                self._sweep()
             if row >= 0:
                 self._leaving.discard(row)
                 return row
-            ring(self._address)     # it may be asleep, with releases before it
-            for row in [row for row in self._leaving if self._plan.words[row * self._line + p.W_STAGE] == p.FREE_BATCH]:
-                self._leaving.discard(row)
+            ring(self._address)                              # it may be asleep, with releases before it
             released = [row for row in self._leaving if self._plan.batches["window"][row] == 0]
             if not released or time.monotonic() > deadline:
                 break
@@ -557,6 +559,14 @@ class Store:
         tickets = sorted(ticket for row, ticket in found if ticket > 0 and row not in released)
         raise StoreBusyError(f"{len(self._plan.batches)} batches are unreleased, the oldest is {min(tickets, default=0)}: release "
                              f"batches, or open the store with Tuning(batches=...)", tickets)
+
+    def _sweep(self) -> None:
+        """Give up what rows point into that the planner has done with; small plans' memory is kept for the next batch there."""
+        for row in [row for row in self._leaving if self._plan.words[row * self._line + p.W_STAGE] == p.FREE_BATCH]:
+            self._leaving.discard(row)
+            self._alive.pop(row, None)
+            if row in self._row_memory and self._row_memory[row][0].size > KEPT_PLAN:
+                del self._row_memory[row]
 
     def _hand_back(self, batch: Batch) -> None:
         """Release a batch, if it was submitted."""
