@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ssdgram._compiled import address_of, atomic_add, atomic_load, atomic_load_at, atomic_store, compiled_inner, compiled_lean, fence, futex_wait, now_ns
+from ssdgram._compiled import (address_of, atomic_add, atomic_load, atomic_load_at, atomic_store, compiled_inner, compiled_lean, fence,
+                               futex_wait, now_ns)
 from ssdgram._kept import PLAN_AT, plan_at, state_at
 from ssdgram._plan_state import (C_COPY_REQUESTED, C_LONG_SLEEP, C_QUEUES, C_REQUEST_TAIL, FREE_BATCH, NO_ERROR, PP_BATCH_LINE,
                                  PP_LAYERS, RELEASE, SUBMIT, SUBMITTED, W_ERROR, W_LAYER, W_SEQUENCE, W_SLEEPERS, W_STAGE)

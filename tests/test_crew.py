@@ -31,7 +31,7 @@ def warmed(store, tokens):
 
 def test_a_warm_batch_is_planned_by_the_crew(engram, served):
     store = served(engram, dram=engram.dram_for(60_000, tuning=CREW), tuning=CREW)
-    tokens = engram.tokens(3000, 1)
+    tokens = engram.tokens(1500, 1)
     warmed(store, tokens)
     before, stats = jobs(store), store.stats()
     with store.prefetch(tokens) as batch:
@@ -39,7 +39,7 @@ def test_a_warm_batch_is_planned_by_the_crew(engram, served):
         timing = batch.timing
     assert jobs(store) > before and store.stats().reads == stats.reads
     assert timing["bundles"] == engram.distinct((tokens, {})) + _dead_met(engram, tokens)
-    assert timing["probes"] == 3000 * engram.geometry.groups and timing["misses"] == 0
+    assert timing["probes"] == 1500 * engram.geometry.groups and timing["misses"] == 0
 
 
 def _dead_met(made, tokens):
@@ -109,7 +109,7 @@ def test_an_owner_serves_its_part(engram, served):
 def test_a_step_waits_for_one_job_only(engram, served):
     """Steps come while large batches are planned; all get their rows, whoever plans them."""
     store = served(engram, dram=engram.dram_for(60_000, tuning=CREW), tuning=CREW)
-    large, small = engram.tokens(6000, 7), engram.tokens(40, 8)
+    large, small = engram.tokens(2000, 7), engram.tokens(40, 8)
     warmed(store, large)
     warmed(store, small)
     wrong = []
@@ -135,7 +135,7 @@ def test_how_many_help():
 
 def test_cancelled_while_the_crew_plans(engram, served):
     store = served(engram, dram=engram.dram_for(60_000, tuning=CREW), tuning=CREW)
-    tokens = engram.tokens(3000, 9)
+    tokens = engram.tokens(1500, 9)
     warmed(store, tokens)
     for _ in range(50):
         store.prefetch(tokens).release()
