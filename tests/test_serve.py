@@ -164,7 +164,7 @@ def test_memory_of_one_budget(engram, tmp_path):
             with store.prefetch(tokens) as batch:
                 assert_served(engram, store, batch, tokens)
         cache = os.fstat(server.store._arena.fd)
-        assert all(os.path.samestat(cache, store._memory._file) for store in stores)
+        assert all(os.path.samestat(cache, store._block._file) for store in stores)
         assert cache.st_blocks * 512 < stores[0].stats().budgets["dram"][1] == 64 << 20
         for client in server._places[:3]:
             assert os.fstat(client.memory.fd).st_blocks * 512 < 1 << 18

@@ -148,6 +148,18 @@ def test_flags_and_tokens_that_change_meanwhile(engram, server, good):
     assert until(lambda: server.attached == 1)
 
 
+def test_tokens_that_change_while_they_are_planned(engram, server, good):
+    """A client that scribbles over tokens it has handed over gets the rows of what it handed over, whenever they are planned."""
+    with ssdgram.attach(server.path) as store:
+        tokens = engram.tokens(800, 8)                       # some slices of a plan
+        batch = store.prefetch(tokens)
+        for _ in range(100):
+            store._tokens[batch._row, :800] = 1
+        with batch:
+            assert_served(engram, store, batch, tokens)
+    assert until(lambda: server.attached == 1)
+
+
 def test_everything_a_client_may_write_overwritten(engram, server, good):
     """Random words all over the share and the bell, again and again: the client is put out, the others are not."""
     generator = np.random.default_rng(5)

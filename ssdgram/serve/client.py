@@ -138,7 +138,7 @@ class AttachedStore(Store):
 
     manifest: Any
     _cuda: Any
-    _memory: Mapped
+    _block: Mapped
     _mapped: tuple[Mapped, ...]
     _numbers: protocol.Welcome
     _plan: Any
@@ -204,28 +204,28 @@ class AttachedStore(Store):
         except UnavailableError:
             again = os.open(f"/proc/self/fd/{store_file}", os.O_RDWR | os.O_CLOEXEC)
             try:
-                self._memory = Mapped(again, self._memory.size, writable=True)
+                self._block = Mapped(again, self._block.size, writable=True)
             finally:
                 os.close(again)
-            self._mapped = (self._memory, *self._mapped[1:])
+            self._mapped = (self._block, *self._mapped[1:])
             self._look_into(self._numbers)
             return CudaSide(self, device, 0)
 
     def _regions(self) -> list[tuple[int, int, bool]]:
         slab = self._state.slab
         words = [(self._arrays[name].ctypes.data, rounded(self._arrays[name].nbytes), False) for name in ("gpu_words", "token_words")]
-        return [(slab.ctypes.data, rounded(slab.nbytes), not self._memory.writable), *words]
+        return [(slab.ctypes.data, rounded(slab.nbytes), not self._block.writable), *words]
 
     def _map(self, numbers: protocol.Welcome, descriptors: list[int]) -> None:
         """Map what the server shares; every size is checked against the memory files' own."""
         n, (store_file, plans_file, bell_file, share_file) = numbers, descriptors
         plan = share.plan_words(n.layers, n.orders, n.positions)
         specs = share.share_specs(n.rows, n.layers, n.flat, n.about)
-        self._memory = Mapped(store_file, n.store_bytes, writable=False)
+        self._block = Mapped(store_file, n.store_bytes, writable=False)
         plans = Mapped(plans_file, size_of([("plans", np.int32, (n.batch_rows * plan,))]), writable=False)
         bell = Mapped(bell_file, size_of(share.BELL_SPECS), writable=True)
         self._share = Mapped(share_file, size_of(specs), writable=True)
-        self._mapped = (self._memory, plans, bell, self._share)
+        self._mapped = (self._block, plans, bell, self._share)
         self._plans = plans.cut([("plans", np.int32, (n.batch_rows * plan,))])["plans"].reshape(n.batch_rows, plan)
         self._bell = bell.cut(share.BELL_SPECS)["bell"]
         mine = self._share.cut(specs)
@@ -262,9 +262,9 @@ class AttachedStore(Store):
 
     def _look_into(self, n: protocol.Welcome) -> None:
         """The parts of the store's own block that are looked at here."""
-        self._plan.words = self._memory.cut([("words", np.int32, (n.batch_rows * n.line,))], n.words_at)["words"]
-        self._plan.control = self._memory.cut([("control", np.int64, (p.C_COUNT,))], n.control_at)["control"]
-        self._state = SimpleNamespace(slab=self._memory.memory[n.slab_at:n.slab_at + n.slots * n.stride])
+        self._plan.words = self._block.cut([("words", np.int32, (n.batch_rows * n.line,))], n.words_at)["words"]
+        self._plan.control = self._block.cut([("control", np.int64, (p.C_COUNT,))], n.control_at)["control"]
+        self._state = SimpleNamespace(slab=self._block.memory[n.slab_at:n.slab_at + n.slots * n.stride])
 
     # ------------------------------------------------------------ the public face
 
