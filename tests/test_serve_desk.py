@@ -153,6 +153,7 @@ def test_tokens_that_change_while_they_are_planned(engram, server, good):
     with ssdgram.attach(server.path) as store:
         tokens = engram.tokens(800, 8)                       # some slices of a plan
         batch = store.prefetch(tokens)
+        assert share.wait_seated(store._seats, store._seat_words, batch._row, batch.ticket, 10**10, 10**10) > 0      # it was taken
         for _ in range(100):
             store._tokens[batch._row, :800] = 1
         with batch:
@@ -223,8 +224,10 @@ def test_tokens_that_a_gpu_brings_are_awaited(engram, server, good):
             push(store, row=row, ticket=store._tickets, flat=7, positions=7, device=1)
             store._unreleased.add(row)
         batch = ssdgram.serve.client.AttachedBatch(store, row, store._tickets, 7, (tokens, tokens))
+        batch._flag = 1
         with pytest.raises(ssdgram.ReadTimeoutError, match="has not taken the batch"):
             batch.wait(timeout_s=0.1)
+        assert not share.hurry(store._plan.token_words, row, store._tickets, store._bell, 1000)
         store._tokens[row, :7] = tokens
         store._arrays["token_words"][row] = store._tickets
         with batch:

@@ -114,6 +114,40 @@ def test_a_step_waits_for_no_stream(server):
             assert np.array_equal(rows.cpu().numpy(), wanted(server, np.arange(50), layer))
 
 
+def test_frames_in_a_graph(server):
+    """A captured gather, loaded anew before each replay; the slots of a loaded batch stay until the replay has read them."""
+    generator = np.random.default_rng(8)
+    with ssdgram.attach(server.path, device="cuda") as store:
+        frame, graph = store.frame(64), torch.cuda.CUDAGraph()
+        out = {layer: torch.empty((64, len(store.columns), store.row_bytes), dtype=torch.uint8, device="cuda") for layer in store.layers}
+        with store.prefetch(np.arange(64)) as batch:         # what is loaded lazily is loaded before the capture
+            for layer in store.layers:
+                batch.packed(layer)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            for layer in store.layers:
+                frame.packed(layer, out=out[layer])
+        for step in range(30):
+            tokens = generator.integers(0, store._vocabulary, int(generator.integers(1, 65)))
+            with store.prefetch(tokens) as batch:
+                frame.load(batch)
+                if step == 7:
+                    torch.cuda._sleep(200_000_000)
+                graph.replay()
+                row = batch._row
+            if step == 7:
+                time.sleep(0.02)
+                assert server._desk.seats["stage"][row] == desk.LEAVING
+            torch.cuda.synchronize()
+            for layer in store.layers:
+                found = out[layer].cpu().numpy()
+                assert np.array_equal(found[:len(tokens)], wanted(server, tokens, layer)) and not found[len(tokens):].any()
+        with store.prefetch(np.arange(9)) as batch:
+            frame.load(batch)
+            frame.discard()
+        assert until(lambda: (server._desk.seats["stage"] == desk.EMPTY).all())
+
+
 def test_eviction_and_cancellation_on_two_streams(server):
     generator = np.random.default_rng(4)
     streams, waiting, checked = [torch.cuda.Stream(), torch.cuda.Stream()], [], 0

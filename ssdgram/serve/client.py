@@ -28,7 +28,7 @@ from ssdgram import _plan_state as p
 from ssdgram._arena import Mapped, rounded, size_of
 from ssdgram._budget import parse_size
 from ssdgram._calls import READY, TIMED_OUT
-from ssdgram.batch import NAP_NS, SPIN_NS, Batch
+from ssdgram.batch import HURRY_NS, NAP_NS, SPIN_NS, Batch
 from ssdgram.errors import (
     ConfigError,
     ReadTimeoutError,
@@ -47,6 +47,7 @@ from ssdgram.store import PRIORITIES, ROW_WAIT_S, SCALE_RULES, WARM_WINDOW, Stor
 
 if TYPE_CHECKING:
     from ssdgram._cuda import CudaSide
+    from ssdgram.frame import Frame
     from ssdgram.tools.trace_record import Recorder
 
 LOOK_S = 0.005                                               # how long a look at the server's end of the socket is good for
@@ -109,6 +110,9 @@ class AttachedBatch(Batch):
     def _look(self, index: int, nap_ns: int) -> int:
         """What the layer has come to, after at most `nap_ns`."""
         store = self._store
+        if self._flag and nap_ns > 0:                        # the desk looks for such words now and then only
+            share.hurry(store._plan.token_words, self._row, self.ticket, store._bell, HURRY_NS)
+            self._flag = 0
         if not self._seated:
             begin = time.monotonic_ns()
             row = int(share.wait_seated(store._seats, store._seat_words, self._row, self.ticket, nap_ns, SPIN_NS))
@@ -252,7 +256,7 @@ class AttachedStore(Store):
         self._last = np.zeros(n.rows, np.int64)              # newest ticket of each seat
         self._unreleased: set[int] = set()
         self._lock, self._asking = threading.RLock(), threading.Lock()
-        self._tickets = self._questions = 0
+        self._tickets = self._questions = self._frames = 0
         self._hotset, self.hot_bundles, self.hotset_load_s = None, 0, 0.0
         self._cuda = self._gds = self._recorder = None
         self._token_rows: dict[int, Any] = {}                # seat -> its tokens and flags as torch has them, registered
@@ -286,6 +290,23 @@ class AttachedStore(Store):
                 self._tokens[row, :len(part)] = part
                 self._flags[row, :len(part)] = part_flags
                 self._push(row, len(part), int(np.count_nonzero(part_flags & OUTPUT)), "background", window)
+
+    def frame(self, tokens: int) -> Frame:
+        """Fixed addresses for gathers in a CUDA graph (see Frame). Needs device="cuda"; ConfigError after 512 of them."""
+        from ssdgram.serve.frame import AttachedFrame
+
+        self._check()
+        return AttachedFrame(self, tokens)
+
+    def _frame_words(self) -> np.ndarray:
+        """The next frame's line of GPU words, int64 [layers]."""
+        layers = len(self.layers)
+        with self._lock:
+            if self._frames == share.FRAMES:
+                raise ConfigError(f"{share.FRAMES} frames were made of this attached store: make fewer, or attach once more")
+            first = (self._rows + self._frames) * layers
+            self._frames += 1
+        return self._arrays["gpu_words"][first:first + layers]
 
     def record(self, path: str | os.PathLike[str], *, limit: int = 1 << 20, keys: bool = False) -> Recorder:
         """As Store.record: what this process asks for. Only tokens: the keys' arithmetic is the server's."""
@@ -369,7 +390,8 @@ class AttachedStore(Store):
             if not deferred or not on_device:
                 self._flags[row, :len(flags)] = flags
             if on_device:
-                self._cuda.tokens_to_host(sequences, self.geometry.max_ngram, tokens, flags, row, batch.ticket, self._registered(row))
+                _, _, batch._flag = self._cuda.tokens_to_host(sequences, self.geometry.max_ngram, tokens, flags, row, batch.ticket,
+                                                              self._registered(row))
             else:
                 self._tokens[row, :len(tokens)] = tokens
                 if self._recorder is not None:

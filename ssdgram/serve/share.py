@@ -42,7 +42,7 @@ SEAT_TICKET, SEAT_BATCH, SEAT_DONE = range(3)                # newest ticket tha
 SEAT_WORDS = 16
 SEAT_BELL, SEAT_SLEEPERS = range(2)
 
-FRAMES = 64                                                  # lines of GPU words for frames, beside those of the seats
+FRAMES = 512                                                 # lines of GPU words for frames, beside those of the seats
 
 # bell: int32 words in a page that all clients share
 BELL, BELL_ASLEEP = 0, 16                                    # futex word; 1 while the desk sleeps on it
@@ -112,6 +112,17 @@ def ring(bell):  # type: ignore[no-untyped-def]
     if atomic_load(bell, BELL_ASLEEP) != 0 and atomic_exchange(bell, BELL_ASLEEP, np.int32(0)) != 0:
         atomic_add(bell, BELL, np.int32(1))
         futex_wake(bell, BELL, 1)
+
+
+@compiled_lean
+def hurry(token_words, row, ticket, bell, spin_ns):  # type: ignore[no-untyped-def]
+    """As `hurry` in _calls: spin until the tokens that a GPU sends are there, at most `spin_ns`; then wake the desk. Whether they came."""
+    begin = now_ns()
+    while atomic_load(token_words, row) != ticket:
+        if now_ns() - begin >= spin_ns:
+            return False
+    ring(bell)
+    return True
 
 
 @compiled_lean
