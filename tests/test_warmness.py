@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from ssdgram.bench.material import Material, make
-from ssdgram.bench.warmness import bars, cells, meter, report, sizes, stand_in, steps, text
+from ssdgram.bench.warmness import bars, cells, document, meter, report, sizes, stand_in, steps, text
 from ssdgram.bench.warmness.run import Options, run
 from ssdgram.cli import main
 from ssdgram.errors import ConfigError
@@ -346,3 +346,21 @@ def test_the_command_refuses_what_it_does_not_know():
         done = runner.invoke(main, ["bench", "warmness", "--quick", *arguments])
         assert done.exit_code == 2 and text_of_error in done.output
     assert "warmness" in runner.invoke(main, ["bench", "--help"]).output
+
+
+def test_the_page_is_filled_from_the_json_and_says_what_is_missing(result, tmp_path):
+    (tmp_path / "there.json").write_text(json.dumps(result))
+    marks = "".join(f"<!-- table {name} of {file}.json -->\nold\n<!-- end -->\n" for name in document.MAKERS for file in ("there", "gone"))
+    page = document.fill(marks, tmp_path)
+    assert "old" not in page and page.count("*not run yet: gone.json*") == len(document.MAKERS)
+    assert document.fill(page, tmp_path) == page             # again: the same
+    measured = [cell for cell in result["cells"] if cell["placement"] == "ssdgram" and cell["tokens"] == 64 and cell["warmness"] == "warm"]
+    assert f"{report.ms(measured[0]['lookup_us']['p90'])}" not in ("", "nan") and "| hbm " not in page
+    for line in page.splitlines():
+        assert not line.startswith("|") or line.endswith("|")
+
+
+def test_the_documented_tables_exist():
+    page = (document.Path(__file__).parent.parent / "docs/performance.md").read_text()
+    names = {match.group(2) for match in document.MARK.finditer(page)}
+    assert names == set(document.MAKERS)

@@ -26,6 +26,7 @@ from ssdgram.tools.trace_build import build
 
 WINDOW = 16                                                  # tokens in a row that count as a repetition ...
 FILLER = 0.4                                                 # ... and the share of them that makes a trace filler
+CHARACTERS = 8                                               # a token's, at most: code and prose have three to four
 NEAR = ("stdlib", "include", "doc", "man")                   # sources that are quick to look through
 Span = tuple[int, int]                                       # positions [start, stop) of the trace
 
@@ -137,12 +138,20 @@ def repeated_share(tokens: np.ndarray) -> float:
 def real_text(tokenizer: Path, limit: int) -> Trace:
     """`limit` tokens of code and prose that this machine has on disk, a document of each in turn: the standard library and the
     system's documentation, everything else only if that is not enough (installed packages take long to look through)."""
-    trace = build(tokenizer, _in_turn(NEAR), limit)
+    trace = build(tokenizer, _enough(_in_turn(NEAR), limit), limit)
     if len(trace.tokens) < limit:
         trace = build(tokenizer, _in_turn(None), limit)
     if len(trace.tokens) < limit:
         raise UnavailableError(f"this machine has {len(trace.tokens)} tokens of text, {limit} are wanted: give a trace (--trace)")
     return trace
+
+
+def _enough(found: Iterator[Document], limit: int) -> Iterator[Document]:
+    """As many documents as `limit` tokens can need: the rest is not tokenised in vain."""
+    left = CHARACTERS * limit
+    while left > 0 and (document := next(found, None)) is not None:
+        left -= len(document.text)
+        yield document
 
 
 def _in_turn(wanted: tuple[str, ...] | None) -> Iterator[Document]:
