@@ -146,8 +146,8 @@ def fill(text: str, root: Path) -> str:
     def made(match: re.Match[str]) -> str:
         path = root / match.group(3)
         if not path.exists():
-            return f"{match.group(1)}*not run yet: {match.group(3)}*\n{match.group(4)}"
-        return match.group(1) + MAKERS[match.group(2)](json.loads(path.read_text())) + match.group(4)
+            return f"{match.group(1)}*not run yet: {match.group(3)}*\n{match.group(5)}"
+        return match.group(1) + MAKERS[match.group(2)](json.loads(path.read_text())) + match.group(5)
 
     return MARK.sub(made, text)
 
