@@ -350,7 +350,8 @@ def test_the_command_refuses_what_it_does_not_know():
 
 def test_the_page_is_filled_from_the_json_and_says_what_is_missing(result, tmp_path):
     (tmp_path / "there.json").write_text(json.dumps(result))
-    marks = "".join(f"<!-- table {name} of {file}.json -->\nOUTDATED\n<!-- end -->\n" for name in document.MAKERS for file in ("there", "gone"))
+    marks = "".join(f"<!-- table {name} of {file}.json -->\nOUTDATED\n<!-- end -->\n"
+                    for name in document.MAKERS for file in ("there", "gone"))
     page = document.fill(marks, tmp_path)
     assert "OUTDATED" not in page and page.count("*not run yet: gone.json*") == len(document.MAKERS)
     assert document.fill(page, tmp_path) == page             # again: the same
