@@ -53,8 +53,10 @@ class Vllm:
             with tempfile_name() as name:
                 init_distributed_environment(1, 0, f"file://{name}", 0, "nccl" if device == "cuda" else "gloo")
                 initialize_model_parallel(1, 1)
+            import vllm.compilation.breakable_cudagraph as breakable
             import vllm.models.deepseek_v41.common.engram as engram
 
+        breakable.weak_ref_tensor = lambda value: value      # vLLM's own needs its compiled part; a strong reference does here
         object.__setattr__(self.config, "model_config", SimpleNamespace(model=str(checkpoint), quantization="fp8"))
         self.module = engram
         self.module.is_uva_available = lambda: True
