@@ -54,7 +54,8 @@ def config(folder, **changes):
 
 @pytest.fixture
 def slimmed(tmp_path):
-    ssdgram.synthesize(tmp_path / "ckpt", vocab_size=101, layers=(1,), tokenizer=TOKENIZER, heads=2, head_dim=64, max_ngram=3, hidden_size=32)
+    ssdgram.synthesize(tmp_path / "ckpt", vocab_size=101, layers=(1,), tokenizer=TOKENIZER, heads=2, head_dim=64, max_ngram=3,
+                       hidden_size=32)
     slim(tmp_path / "ckpt", tmp_path / "slim")
     return tmp_path / "slim"
 
