@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,12 +115,12 @@ def _mean(one: Drive, other: Drive) -> Drive:
     return Drive(one.depths, tuple(np.maximum.accumulate(rates).tolist()), one.depth)
 
 
-def check(store: Path, traces: Sequence[Trace], cells: Sequence[Cell], budgets: Sequence[int], piece: int = 256) -> list[dict[str, Any]]:
+def check(store: Path, traces: Sequence[Trace], cells: Sequence[Cell], budgets: Sequence[int],
+          piece: int = 128) -> Iterator[dict[str, Any]]:
     """One row for each cell and budget: predicted from one half, measured on the other, printed as they come."""
     geometry, token_map = model_of(store=store)
     vocabulary = 0 if token_map is None else len(token_map)
     planned_with, served = halves(traces, piece)
-    rows = []
     click.echo(f"{'':14} {'dram':>9}  {'hit rate':>8} {'measured':>9} {'error':>7} {'text':>7}   {'stall':>9} {'measured':>9} "
                f"{'error':>7}   {'reads':>7} {'measured':>9}   drive")
     for cell in cells:
@@ -134,9 +134,9 @@ def check(store: Path, traces: Sequence[Trace], cells: Sequence[Cell], budgets: 
                 done = replay(opened, theirs.part(cell.warm, len(theirs)), cell.pace, cell.ahead)
                 drive = _mean(before, measured_drive(store))
             row, of_text = (Planner(geometry, vocabulary, load, drive, FREE).row(dram) for load in loads)
-            rows.append(_compared(cell, dram, row, of_text, done, drive))
-            _show(rows[-1])
-    return rows
+            compared = {**_compared(cell, dram, row, of_text, done, drive), "piece": piece}
+            _show(compared)
+            yield compared
 
 
 def _compared(cell: Cell, dram: int, row: Row, of_text: Row, done: Replayed, drive: Drive) -> dict[str, Any]:
@@ -183,7 +183,7 @@ def cells_of(layers: Sequence[int], streams: Sequence[int], chunks: Sequence[int
 @click.option("--decode", "streams", type=int, multiple=True, default=(64,), show_default=True, help="Streams; 0: none.")
 @click.option("--prefill", "chunks", type=int, multiple=True, default=(2048,), show_default=True, help="Tokens of a chunk; 0: none.")
 @click.option("--tokens", default=40_960, show_default=True, help="That warm the cache, and that are measured.")
-@click.option("--piece", default=256, show_default=True, help="Tokens of a request.")
+@click.option("--piece", default=128, show_default=True, help="Tokens of a request.")
 @click.option("--step-ms", default=20.0, show_default=True, help="A decode step without stalls.")
 @click.option("--prefill-tokens-s", default=16_000.0, show_default=True, help="What the model prefills without stalls.")
 @click.option("--ahead", default=1, show_default=True, help="Prefill chunks prefetched before the one in use.")
@@ -198,13 +198,13 @@ def main(folder: Path, rows: int, budgets: tuple[str, ...], streams: tuple[int, 
         make(material)
         traces = [text(folder, kind, material.tokenizer, 1_000_000) for kind in ("prose", "code")]
         cells = cells_of(model_of(store=material.out)[0].layers, streams, chunks, tokens, step_ms, prefill_tokens_s, ahead)
-        found = check(material.out, traces, cells, [parse_size(budget, "dram") for budget in budgets], piece)
-        if save:
-            earlier = json.loads((RESULTS / "plan.json").read_text())["rows"] if add and (RESULTS / "plan.json").exists() else []
-            payload = {"facts": facts(folder), "rows_a_column": rows, "piece": piece, "tokens": tokens,
-                       "text": {trace.sha256[:16]: trace.about for trace in traces}, "bars": {"hit_rate": HIT_BAR, "stall": STALL_BAR},
-                       "rows": [*earlier, *found]}
-            click.echo(f"written: {write_results('plan', payload).name}")
+        found = json.loads((RESULTS / "plan.json").read_text())["rows"] if add and (RESULTS / "plan.json").exists() else []
+        payload = {"facts": facts(folder), "rows_a_column": rows, "text": {trace.sha256[:16]: trace.about for trace in traces},
+                   "bars": {"hit_rate": HIT_BAR, "stall": STALL_BAR}, "rows": found}
+        for row in check(material.out, traces, cells, [parse_size(budget, "dram") for budget in budgets], piece):
+            found.append(row)
+            if save:
+                write_results("plan", payload)               # after each row: a run that is ended keeps what it has
     finally:
         if not keep:
             discard(material)

@@ -152,7 +152,7 @@ def _check(loaded: Trace, store: Path, most: int, streams: Sequence[int], chunks
         if not streams and not chunks:
             streams, chunks = (64,), (2048,)
         cells = cells_of(layers, streams, chunks, int(0.2 * loaded.positions), step_ms, prefill_tokens_s, ahead)
-    rows = check(store, [loaded], cells, [budget for budget in (most // 16, most // 4, most) if budget >> 20])
+    rows = list(check(store, [loaded], cells, [budget for budget in (most // 16, most // 4, most) if budget >> 20]))
     if as_json:
         click.echo(json.dumps(rows, indent=1))
     if not all(row["ok"] for row in rows):
