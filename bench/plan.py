@@ -6,13 +6,14 @@ Text is cut into requests of --piece tokens; of each two neighbours one goes to 
 the other, of which the first batches fill its cache, as fast as they come, and the next are measured at the pace of a model. So no
 measured token was planned with, and both halves are of one kind of text. What still differs between them is no error of the
 planner's; how much it is shows in `text`, the planner's own figure for the measured half. Reads are direct: the page cache has no
-part. The drive is measured before and after each cell, by bursts of reads through a store of its own.
+part. The drive is measured before, between and after the measured steps, by bursts of reads through a store of its own.
 Bars: hit rate within 0.02; stall within 25 %, or both below 1 % of the step.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -32,10 +33,11 @@ from ssdgram.tools.drive import Drive
 from ssdgram.tools.model import model_of
 from ssdgram.tools.plan import Load, Planner, Prices, Row
 from ssdgram.tools.trace import Trace
-from ssdgram.tools.trace_replay import Pace, Replayed, replay
+from ssdgram.tools.trace_replay import Pace, Replayed, joined, replay
 from ssdgram.tools.trace_shapes import Batches, decode, prefill, recorded, requests
 
 HIT_BAR, STALL_BAR, NO_STALL = 0.02, 0.25, 0.01
+PARTS, LEAST_PART = 5, 10                                    # of the measured batches; batches of a part, at the least
 BURSTS = (1, 2, 4, 16, 64, 256)                              # random tokens that the drive is measured with: 48 reads each
 PATIENT = Tuning(degraded_after_s=30)
 FREE = Prices(0.0, 0.0, 0.0)                                 # money is not what is checked
@@ -109,10 +111,17 @@ def measured_drive(store: Path, rounds: int = 5) -> Drive:
     return Drive(tuple(sizes.tolist()), tuple(np.maximum.accumulate(sizes / middle).tolist()), int(sizes[-1]))
 
 
-def _mean(one: Drive, other: Drive) -> Drive:
-    """Of two measurements of a drive."""
-    rates = [(rate + float(other.rate(depth))) / 2 for depth, rate in zip(one.depths, one.reads_s)]
-    return Drive(one.depths, tuple(np.maximum.accumulate(rates).tolist()), one.depth)
+def _measured(store: ssdgram.Store, batches: Batches, cell: Cell) -> tuple[Replayed, Drive]:
+    """The batches served at the cell's pace in a few parts, the drive measured before, between and behind them: on a machine that does
+    other things too, a drive that was measured at another time is another drive. Its rates are the means."""
+    parts = max(1, min(PARTS, len(batches) // LEAST_PART))
+    edges = np.linspace(0, len(batches), parts + 1).astype(int)
+    done, drives = [], [measured_drive(store.path)]
+    for first, stop in itertools.pairwise(edges.tolist()):
+        done.append(replay(store, batches.part(first, stop), cell.pace, cell.ahead))
+        drives.append(measured_drive(store.path))
+    rates = np.mean([[float(drive.rate(depth)) for depth in drives[0].depths] for drive in drives], axis=0)
+    return joined(done), Drive(drives[0].depths, tuple(np.maximum.accumulate(rates).tolist()), drives[0].depth)
 
 
 def check(store: Path, traces: Sequence[Trace], cells: Sequence[Cell], budgets: Sequence[int],
@@ -130,9 +139,7 @@ def check(store: Path, traces: Sequence[Trace], cells: Sequence[Cell], budgets: 
         for dram in budgets:
             with ssdgram.open(store, dram=dram, tuning=PATIENT) as opened:
                 replay(opened, theirs.part(0, cell.warm), None, cell.ahead)
-                before = measured_drive(store)
-                done = replay(opened, theirs.part(cell.warm, len(theirs)), cell.pace, cell.ahead)
-                drive = _mean(before, measured_drive(store))
+                done, drive = _measured(opened, theirs.part(cell.warm, len(theirs)), cell)
             row, of_text = (Planner(geometry, vocabulary, load, drive, FREE).row(dram) for load in loads)
             compared = {**_compared(cell, dram, row, of_text, done, drive), "piece": piece}
             _show(compared)

@@ -5,7 +5,7 @@ import pytest
 
 from ssdgram.errors import ConfigError, TokenError
 from ssdgram.tools.trace import Trace
-from ssdgram.tools.trace_replay import Pace, replay
+from ssdgram.tools.trace_replay import Pace, joined, replay
 from ssdgram.tools.trace_shapes import decode, prefill
 
 
@@ -59,6 +59,16 @@ def test_a_summary_is_json_and_nothing_is_nothing(engram, served):
     assert done["batches"] == 0 and done["positions"] == 0
     done = replay(store, decode(documents(engram), 16).part(0, 3)).summary()
     assert done["lookup"]["max_ms"] >= done["lookup"]["p50_ms"] > 0 and done["hit_rate_by_order"].keys() == {2, 3, 4}
+
+
+def test_replays_can_be_joined(engram, served):
+    store = served(engram)
+    batches = decode(documents(engram), 16)
+    parts = [replay(store, batches.part(0, 5)), replay(store, batches.part(5, 12))]
+    whole = joined(parts)
+    assert len(whole.reads) == 12 and whole.reads.sum() == parts[0].reads.sum() + parts[1].reads.sum()
+    assert whole.misses == {order: parts[0].misses[order] + parts[1].misses[order] for order in (2, 3, 4)}
+    assert whole.elapsed_s == parts[0].elapsed_s + parts[1].elapsed_s and whole.summary()["batches"] == 12
 
 
 def test_an_error_leaves_nothing_held(engram, served):

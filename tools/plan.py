@@ -23,7 +23,6 @@ from ssdgram._compiled import compiled_lean
 from ssdgram._opening import Selection, shape_of
 from ssdgram.errors import BudgetError, ConfigError
 from ssdgram.geometry import Geometry
-from ssdgram.layout.page import rows_per_page
 from ssdgram.store import Tuning
 from ssdgram.tools.drive import Drive
 from ssdgram.tools.miniature import LEAST_SETS, Misses, simulate
@@ -120,21 +119,16 @@ def table_bytes(geometry: Geometry) -> int:
 
 
 def reads_of(misses: Misses, geometry: Geometry) -> np.ndarray:
-    """Page reads of each batch for one layer, float64 [B]: `heads` a missing bundle, those on one page of a column merged.
+    """Page reads of each batch for one layer, float64 [B]: `heads` a missing bundle.
 
-    m missing bundles of an order hit P (1 - (1 - 1/P)^m) of a column's P pages. Of a sampled trace the counts vary more than the
-    true ones; they are drawn together around their mean until they vary as much as those do.
+    Rows that share a page are counted apart: of real tables hardly any two of a batch do. Of a sampled trace the counts vary more than
+    the true ones; they are drawn together around their mean until they vary as much as those do.
     """
-    counts = misses.by_batch
+    counts = misses.by_batch.sum(axis=1)
     if len(counts) and misses.noise.any():
-        mean, spread = counts.mean(axis=0), float(counts.sum(axis=1).var())
-        kept = math.sqrt(max(0.0, 1 - float(misses.noise.mean()) / spread)) if spread > 0 else 0.0
-        counts = mean + (counts - mean) * kept
-    per_page = rows_per_page(geometry.row_bytes)
-    sizes_of = geometry.prime_array.mean(axis=0).reshape(geometry.orders, geometry.heads)
-    pages = np.maximum(1.0, np.ceil(sizes_of / per_page)).mean(axis=1)
-    merged = pages * -np.expm1(counts * np.log1p(-1 / np.maximum(pages, 1 + 1e-9)))
-    return geometry.heads * np.minimum(merged, counts).sum(axis=1)
+        mean, spread = counts.mean(), float(counts.var())
+        counts = mean + (counts - mean) * (math.sqrt(max(0.0, 1 - float(misses.noise.mean()) / spread)) if spread > 0 else 0.0)
+    return geometry.heads * counts
 
 
 @compiled_lean

@@ -75,6 +75,17 @@ class Replayed:
                                                               if len(self.stall_s) else float("nan")}}
 
 
+def joined(parts: Sequence[Replayed]) -> Replayed:
+    """Several replays, at least one, as if they were one."""
+    def added(counts: Sequence[dict[int, int]]) -> dict[int, int]:
+        return {order: sum(count[order] for count in counts) for order in counts[0]}
+
+    return Replayed(np.concatenate([part.positions for part in parts]), np.concatenate([part.lookup_s for part in parts]),
+                    np.concatenate([part.stall_s for part in parts]), np.concatenate([part.reads for part in parts]),
+                    added([part.hits for part in parts]), added([part.misses for part in parts]), added([part.repeats for part in parts]),
+                    sum(part.elapsed_s for part in parts))
+
+
 def replay(store: Store, batches: Batches, pace: Pace | None = None, ahead: int = 0) -> Replayed:
     """Serve every batch, `ahead` of them prefetched before the one in use. Without a pace: as fast as they come.
 
