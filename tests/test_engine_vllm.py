@@ -214,6 +214,32 @@ def test_rows_that_are_late_are_gathered_on_the_side_stream_before_the_layer_goe
     assert server.cuda.log[-1] == ("main", "waits for event of", "side")
 
 
+def test_the_specialised_decode_reads_staged_rows_only_when_they_are_there(server):
+    """It waits for `_prefetch_done` itself and never calls `_finish_prefetch`."""
+    seen = []
+
+    class EngramPrefetch:
+        def __init__(self, engrams):
+            self._buffers = dict.fromkeys(engrams)
+
+        def start(self, num_tokens):
+            seen.extend(engram.staged_rows[:num_tokens].clone() for engram in self._buffers)
+
+    plugin.patch_prefetch(types.SimpleNamespace(EngramPrefetch=EngramPrefetch))
+    server.requests.add("a", [4, 5, 6, 7])
+    batch = server.requests.batch({"a": 3})
+    server.state.prepare_attn(batch, MODES.NONE, None, None, None, None)
+    server.state.prepare_inputs(batch, server.requests)
+    for layer in server.layers:
+        layer.prepare_embeddings(torch.zeros(3, server.made.geometry.columns, dtype=torch.int32))
+    EngramPrefetch(server.layers).start(3)
+    server.requests.computed["a"] = 3
+    for found, wanted in zip(seen, server.wanted({"a": 3})):
+        np.testing.assert_array_equal(found.view(torch.int16).numpy().view(np.uint16), wanted)
+    with server.cuda.capture():
+        EngramPrefetch(server.layers).start(3)               # nothing is delivered into a capture
+
+
 def test_sequence_parallel_layers_get_their_own_chunk(engram, monkeypatch):
     monkeypatch.setenv("SSDGRAM_STORE", str(engram.out))
     FakeCuda(monkeypatch)

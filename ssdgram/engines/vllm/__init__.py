@@ -12,6 +12,7 @@ from types import ModuleType
 
 ENGRAM = "vllm.models.deepseek_v41.common.engram"
 MODEL_STATE = "vllm.models.deepseek_v41.nvidia.model_state"
+PREFETCH = "vllm.models.deepseek_v41.nvidia.specialized_decode.engram.prefetch"
 QWEN = "vllm.models.qwen4_exp.nvidia.model"
 ROCM = "vllm.models.deepseek_v41.amd.model"
 
@@ -40,6 +41,7 @@ def activate() -> None:
     _active.append(settings.store)
     when_imported(ENGRAM, _patch_engram)
     when_imported(MODEL_STATE, _patch_state)
+    when_imported(PREFETCH, _patch_prefetch)
     for module, model in ((QWEN, "Qwen4Exp (PLE)"), (ROCM, "DeepSeek-V4.1 on ROCm")):
         when_imported(module, _refusal(model))
 
@@ -65,6 +67,13 @@ def _patch_state(module: ModuleType) -> None:
     from ssdgram.engines.vllm import plugin
 
     plugin.patch_state(module)
+
+
+def _patch_prefetch(module: ModuleType) -> None:
+    _checked()
+    from ssdgram.engines.vllm import plugin
+
+    plugin.patch_prefetch(module)
 
 
 def _refusal(model: str):  # type: ignore[no-untyped-def]

@@ -2,6 +2,7 @@
 
     ParallelEngramEmbedding   a subclass: 0-row tables, a loader that copies nothing, one shard with all columns, no lookup
     Engram                    _start_prefetch, _finish_prefetch: eager breaks as before, delivering the step's rows
+    EngramPrefetch            (specialised decode) start: the rows are delivered before the projections that run ahead
     DeepseekV41ModelState     opens the store; prepare_inputs begins the step; in FULL graphs it also fills all staged rows
                               add_request, remove_request: early prefetch
 
@@ -110,11 +111,7 @@ def patch_engram(module: ModuleType) -> None:
 
     @module.eager_break_during_capture
     def _finish_prefetch(self: Any, event: torch.cuda.Event) -> None:
-        stager = getattr(self, STAGER, None)
-        if not capturing() and stager is not None and stager.waits_for(self._ssdgram_layer):
-            with torch.cuda.stream(self._prefetch_stream):
-                stager.fill(self._ssdgram_layer)
-            event.record(self._prefetch_stream)
+        deliver(self)
         torch.cuda.current_stream().wait_event(event)
 
     def embed(self: Any, hash_ids: torch.Tensor) -> torch.Tensor:
@@ -127,6 +124,29 @@ def patch_engram(module: ModuleType) -> None:
                            ("_start_prefetch", _start_prefetch), ("_finish_prefetch", _finish_prefetch)):
         setattr(engram, name, function)
     log.info("vLLM's Engram tables come from %s", settings_now().store)
+
+
+def deliver(engram: Any) -> None:
+    """The step's rows of a layer into its staged rows, on the prefetch stream, unless that was done; waits for their reads."""
+    stager = getattr(engram, STAGER, None)
+    if not capturing() and stager is not None and stager.waits_for(engram._ssdgram_layer):
+        with torch.cuda.stream(engram._prefetch_stream):
+            stager.fill(engram._ssdgram_layer)
+        engram._prefetch_done.record(engram._prefetch_stream)
+
+
+def patch_prefetch(module: ModuleType) -> None:
+    """Change `EngramPrefetch` of the specialised decode: its projections read staged rows without `_finish_prefetch`, so the rows come
+    before them."""
+    start = module.EngramPrefetch.start
+
+    @functools.wraps(start)
+    def start_with_rows(self: Any, num_tokens: int) -> None:
+        for engram in self._buffers:
+            deliver(engram)
+        start(self, num_tokens)
+
+    module.EngramPrefetch.start = start_with_rows
 
 
 def capturing() -> bool:

@@ -66,6 +66,8 @@ VLLM = Engine("vllm", "vllm", "0.33.0", (
     Seam(_MODEL, "DeepseekV41LLMForCausalLM.token_lookback_depth", "(self)", ("engram_hash.lookback_depth",)),
     Seam("models/deepseek_v41/common/mm_preprocess.py", "image_sentinel_mask", "(token_ids)", ("IMAGE_SENTINEL_BASE_ID",)),
     Seam("models/deepseek_v41/common/mm_preprocess.py", "IMAGE_SENTINEL_BASE_ID", None, ("129264",)),
+    Seam("models/deepseek_v41/nvidia/specialized_decode/engram/prefetch.py", "EngramPrefetch.__init__", "(self, engrams, max_rows)",
+         ("self._buffers",), why="a dictionary of the layers"),
     Seam("models/deepseek_v41/nvidia/specialized_decode/engram/prefetch.py", "EngramPrefetch.start", "(self, num_tokens)",
          ("engram._prefetch_done", "engram.staged_rows", "engram.embed_tokens.tp_size"), ordered=True),
     Seam("models/deepseek_v41/nvidia/specialized_decode/runtime/model_state.py", "DeepseekV41SpecializedDecodeModelState", None,
