@@ -126,10 +126,10 @@ RULES = (
          "        if lanes[lane].used == 0 and lanes[lane].lost == 0:", "        if lanes[lane].ready == 0 and lanes[lane].lost == 0:",
          ("test_gds.py::test_every_wanted_row_arrives",)),
     Rule(4, "memory that a drive may write to outlives the store", "ssdgram/store.py",
-         "        if self._queue.stuck or self._thread.is_alive():", "        if False:",
+         "        if self._queue.stuck or any(thread.is_alive() for thread in self._threads):", "        if False:",
          ("test_store_lifetime.py::test_close_while_the_drive_does_not_answer",)),
     Rule(4, "a batch's arrays live until its row is free", "ssdgram/store.py",
-         "            self._alive[row] = (tokens, flags, slots, held)", "            self._alive[row] = ()",
+         "        self._row_memory[row] = slots, held\n", "",
          ("test_planner_words.py::test_a_batchs_memory_lives_until_its_row_is_free",)),
 
     # ------------------------------------------------------------ 5: token history is positional; placeholders are refused
