@@ -24,6 +24,7 @@ import torch
 
 import ssdgram
 from ssdgram.bench.facts import facts, write_results
+from ssdgram.store import Tuning
 from ssdgram.tools.synth import expected_rows
 
 TOKENS = (1, 16, 64, 256, 1024, 8192)
@@ -150,7 +151,8 @@ def memory_section(out: Path, dram: int, hbm: int) -> dict[str, float]:
 def hotset_section(out: Path, folder: Path, dram: int) -> dict[str, float]:
     """Hit rate before and after a restart with a hot set, and the rate at which it loads, against a plain direct read of it."""
     path, generator = folder / "hot", np.random.default_rng(9)
-    prompts = [np.minimum(generator.geometric(0.0002, 2048), 129_000) - 1 for _ in range(30)]
+    phrases = generator.integers(0, 129_000, (4000, 32))     # a prompt is made of phrases, some of them far more common than others
+    prompts = [phrases[np.minimum(generator.geometric(0.002, 64), 4000) - 1].reshape(-1) for _ in range(30)]
 
     def rate(store: Any, part: list[np.ndarray]) -> float:
         before = store.stats()
@@ -165,6 +167,7 @@ def hotset_section(out: Path, folder: Path, dram: int) -> dict[str, float]:
     with ssdgram.open(out, dram=dram, device="cuda", hotset=path) as store:
         rate(store, prompts[:20])
         steady = rate(store, prompts[20:25])
+    ssdgram.open(out, dram=dram, device="cuda", hotset=path).close()         # the loader is compiled now
     drop(path)
     with ssdgram.open(out, dram=dram, device="cuda", hotset=path) as store:
         first = rate(store, prompts[25:])
@@ -206,8 +209,9 @@ def direct_read(path: Path) -> None:
 @click.option("--rows", default=120_000, help="rows a column, about")
 @click.option("--dram", default="4GiB")
 @click.option("--rounds", default=60)
+@click.option("--crew", default=None, type=int, help="threads that help the planner")
 @click.option("--out", type=click.Path(path_type=Path), default=None, help="a folder that gets a copy of the results")
-def main(folder: Path | None, rows: int, dram: str, rounds: int, out: Path | None) -> None:
+def main(folder: Path | None, rows: int, dram: str, rounds: int, crew: int | None, out: Path | None) -> None:
     """Measure the store on a GPU: end to end, memory, hot set."""
     own = folder is None
     folder = folder or Path(tempfile.mkdtemp(prefix="ssdgram-"))
@@ -216,7 +220,7 @@ def main(folder: Path | None, rows: int, dram: str, rounds: int, out: Path | Non
         store_folder = build(folder, rows)
         print(f"store made in {time.monotonic() - begun:.0f} s", flush=True)
         payload: dict[str, Any] = {"facts": facts() | {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}}
-        with ssdgram.open(store_folder, dram=dram, device="cuda") as store:
+        with ssdgram.open(store_folder, dram=dram, device="cuda", tuning=Tuning(crew=crew)) as store:
             payload["queue"], payload["capacity"] = store.queue, store.capacity
             payload["end_to_end"] = end_to_end(store, rounds)
         payload["memory"] = memory_section(store_folder, 1 << 30, 1 << 30)

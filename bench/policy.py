@@ -28,7 +28,7 @@ from ssdgram._compiled import compiled, compiled_lean
 from ssdgram.bench.facts import facts, write_results
 from ssdgram.cache import directory as cache_directory
 from ssdgram.cache import sketch as cache_sketch
-from ssdgram.cache.directory import prefetch_set, probe, set_of
+from ssdgram.cache.directory import prefetch_tags, probe, set_of
 from ssdgram.cache.policy import insert, touch
 from ssdgram.tools.model import default_tokenizer, v41_flash
 from ssdgram.tools.text import documents, from_paths
@@ -76,7 +76,7 @@ def _hits_in_blocks(directory, sketch, x, groups, sets):  # type: ignore[no-unty
     for first in range(0, len(x), BLOCK):
         for i in range(first, min(first + BLOCK, len(x))):
             sets[i - first] = set_of(x[i], groups[i], directory.shape[0])
-            prefetch_set(directory, sets[i - first])
+            prefetch_tags(directory, sets[i - first])
         for i in range(first, min(first + BLOCK, len(x))):
             way = probe(directory, sets[i - first], x[i], groups[i])
             if way >= 0:

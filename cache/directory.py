@@ -115,13 +115,19 @@ def init(directory):  # type: ignore[no-untyped-def]
 
 
 @compiled_lean
-def prefetch_set(directory, s):  # type: ignore[no-untyped-def]
-    """Ask for the four lines of set `s` without waiting."""
+def prefetch_tags(directory, s):  # type: ignore[no-untyped-def]
+    """Ask for the first line of set `s` (fingerprints, groups, counts, ages) without waiting."""
+    prefetch(address_of(directory, s))
+
+
+@compiled_lean
+def prefetch_entry(directory, s, x, group):  # type: ignore[no-untyped-def]
+    """Ask for the lines of set `s` that a probe of the bundle is going to read, from the fingerprints, which are there."""
     address = address_of(directory, s)
-    prefetch(address)
-    prefetch(address + 64)
-    prefetch(address + 128)
-    prefetch(address + 192)
+    mask = match_16_bytes(address, np.uint8(mix(x, group) & np.uint64(0xFF)), np.uint8(0xFF))
+    if mask != 0:
+        prefetch(address + 64 + 8 * lowest_bit(mask))
+        prefetch(address + 192)
 
 
 @compiled_lean

@@ -21,7 +21,7 @@ from ssdgram._plan_state import (ABSENT, BLOCK, CHUNKS, CREW_BATCH, CREW_DONE, C
                                  K_IDLE, K_LEFT, K_START, K_STOP, NOT_SERVED, PP_CREW, PP_FILL, PP_HOT, PP_LAYERS, PP_ORDERS, PP_RANK,
                                  PP_RULE, PP_WORLD, SLICE, SLOT, SLOT_READY)
 from ssdgram._state import STOP
-from ssdgram.cache.directory import mix, prefetch_set, probe, set_of
+from ssdgram.cache.directory import mix, prefetch_entry, prefetch_tags, probe, set_of
 from ssdgram.cache.policy import touch
 from ssdgram.kernels.hash import OUTPUT, ngram_keys
 
@@ -64,7 +64,9 @@ def look_up_ready(plan, k, first, count, sets):  # type: ignore[no-untyped-def]
     base = (k * SLICE + first) * groups
     for j in range(count * groups):
         sets[j] = set_of(plan.keys[base + j], plan.groups[j % groups].number, plan.directory.shape[0])
-        prefetch_set(plan.directory, sets[j])
+        prefetch_tags(plan.directory, sets[j])
+    for j in range(count * groups):
+        prefetch_entry(plan.directory, sets[j], plan.keys[base + j], plan.groups[j % groups].number)
     for j in range(count * groups):
         x, group = plan.keys[base + j], plan.groups[j % groups].number
         if plan.groups[j % groups].heads == 0 or (world > 1 and np.int64(mix(x, group) % np.uint64(world)) != rank):

@@ -30,7 +30,7 @@ from ssdgram._plan_state import (ABSENT, AWAITING, BAD_TOKEN, BLOCK, COPIES, C_A
 from ssdgram._slots import drop_copy, drop_reference, overflow_find, take
 from ssdgram._state import (ASLEEP, AWAKE, BACKGROUND, BORROWED, COPIER_WORD, PLANNER_ASLEEP, PLANNER_WORD, P_DONE_CAPACITY, P_READERS,
                             READER_LINES, READER_WORDS, R_DONE_HEAD, R_DONE_TAIL, R_OLDEST_NS, STEP, STOP)
-from ssdgram.cache.directory import mix, prefetch_set, probe, set_of
+from ssdgram.cache.directory import mix, prefetch_entry, prefetch_tags, probe, set_of
 from ssdgram.cache.policy import frequency, standing, touch
 from ssdgram.cache.sketch import prefetch_sketch
 from ssdgram.kernels.hash import check_tokens, ngram_keys
@@ -41,7 +41,6 @@ SETTLE_SLICE = 256                                           # page records sett
 EXPAND_SCAN = 16384                                          # list entries looked at for them
 PUSH_SLICE = 2048
 UNWIND_SLICE = 4096
-UNWIND_BESIDE = 256                                          # while a step batch is being planned
 AHEAD = 16                                                   # slots asked for ahead of the one in hand
 NAP_NS = 50_000_000                                          # longest sleep while reads are under way: the drive's age is looked at
 POLL_NS = 100_000                                            # longest sleep while GPU words are awaited
@@ -233,9 +232,13 @@ def look_up_block(plan, first, count):  # type: ignore[no-untyped-def]
     k = 0
     for _ in range(count):
         for g in range(groups):
-            x, group = plan.keys[first * groups + k], plan.groups[g].number
-            plan.sets[k] = set_of(x, group, sets)
-            prefetch_set(plan.directory, plan.sets[k])
+            plan.sets[k] = set_of(plan.keys[first * groups + k], plan.groups[g].number, sets)
+            prefetch_tags(plan.directory, plan.sets[k])
+            k += 1
+    k = 0
+    for _ in range(count):
+        for g in range(groups):
+            prefetch_entry(plan.directory, plan.sets[k], plan.keys[first * groups + k], plan.groups[g].number)
             k += 1
     k = 0
     for _ in range(count):
@@ -631,8 +634,7 @@ def unwind_slice(plan, b):  # type: ignore[no-untyped-def]
     held = view_i32(batch.held, layers * room)
     if batch.released != 0 and not words_arrived(plan, b):
         return False                                         # the GPU may still read these slots
-    step = plan.control[C_QUEUES]
-    budget = UNWIND_BESIDE if step >= 0 and stage_of(plan, step) == PLANNING else UNWIND_SLICE
+    budget = UNWIND_SLICE
     while batch.layer < layers:
         mine = plan.layers[b * layers + batch.layer]
         stop = min(mine.held, batch.expand + budget)
@@ -722,6 +724,16 @@ def settle_reads(plan, state, most):  # type: ignore[no-untyped-def]
 
 
 @compiled_inner
+def step_is_due(plan):  # type: ignore[no-untyped-def]
+    """Whether a step batch is to be planned next, and does not wait for slots."""
+    step = plan.control[C_QUEUES]
+    if step < 0:
+        return False
+    stage = stage_of(plan, step)
+    return stage == PLANNING or (stage == QUEUED and not must_wait_for_slots(plan, step))
+
+
+@compiled_inner
 def tend_batches(plan, settled):  # type: ignore[no-untyped-def]
     """Publish what became ready, unwind what is to be unwound. (slices of work done, batches that wait for the GPU)."""
     work, waiting_for_gpu, k = 0, 0, 0
@@ -736,7 +748,9 @@ def tend_batches(plan, settled):  # type: ignore[no-untyped-def]
             else:
                 waiting_for_gpu += 1
         elif stage == UNWINDING:
-            if unwind_slice(plan, b):
+            if step_is_due(plan):
+                work += 1                                    # its references can wait: a step that finds no slot is due no more
+            elif unwind_slice(plan, b):
                 work += 1
             else:
                 waiting_for_gpu += 1

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from ssdgram.store import Store
 
-SPIN_NS = 20_000
+SPIN_NS = 20_000 if len(os.sched_getaffinity(0)) < 8 else 200_000      # before a wait sleeps: a wake-up takes 50 us
 HURRY_NS = 5_000_000                                         # how long a wait looks for a GPU's tokens itself, before it sleeps
 NAP_NS = 50_000_000                                          # a wait comes back to Python this often, so that Ctrl-C is answered
 

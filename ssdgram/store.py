@@ -488,10 +488,14 @@ class Store:
 
     def _submit(self, sequences: list[Sequence], priority: str, window: int, ticket: int | None = None) -> Batch:
         tokens, flags, positions = flatten(sequences, self.geometry.max_ngram)
-        deferred = any(sequence.fill is not None for sequence in sequences)
+        if len(sequences) == 1:                              # a step: everything here counts
+            deferred, on_device = sequences[0].fill is not None, sequences[0].device_tokens is not None
+        else:
+            deferred = any(sequence.fill is not None for sequence in sequences)
+            on_device = any(sequence.device_tokens is not None for sequence in sequences)
         if deferred and len(sequences) > 1:
             raise ConfigError("a deferred Sequence is a batch of its own: not one of a list")
-        on_device = any(sequence.device_tokens is not None for sequence in sequences) or (deferred and self._cuda is not None)
+        on_device = on_device or (deferred and self._cuda is not None)
         if deferred and not on_device:
             sequences[0].fill_now()
         if not on_device:

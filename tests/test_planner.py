@@ -261,7 +261,7 @@ def test_page_records_are_kept_for_steps(engram, served, queue):
 def test_warm_fills_the_cache_and_holds_no_slots(engram, served):
     store = served(engram, dram=engram.dram_for(3000))
     text = engram.tokens(300)
-    assert store.warm(text) is None
+    store.warm(text)
     assert quiet(store)
     assert store.stats().slots_in_use == 6                   # the dead bundles
     misses = sum(store.stats().misses.values())
