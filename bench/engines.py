@@ -25,6 +25,7 @@ import click
 import ssdgram
 from ssdgram.bench.facts import write_results
 
+VERSIONS = {"vllm": "0.33.0", "sglang": "0.5.23"}
 SECTIONS = ("vllm", "time", "sglang")
 ROWS = 30_011                                                # rows a column of the made-up tables
 
@@ -50,8 +51,11 @@ def main(peer: Path, folder: Path | None, steps: int, rows: int, table_gib: int,
     from ssdgram.bench import engines_sglang, engines_vllm
 
     peer = peer.resolve()
-    for name in ("vllm", "sglang"):
+    for name, version in VERSIONS.items():
         sys.path.insert(0, str(peer / name))
+        about = peer / name / f"{name}-{version}.dist-info"  # vLLM takes a package without a version for one without Triton
+        about.mkdir(parents=True, exist_ok=True)
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     results: dict[str, Any] = {}
     failed = []
     with tempfile.TemporaryDirectory() as own:

@@ -123,10 +123,14 @@ def frame_is_idle(words, used, number):  # type: ignore[no-untyped-def]
 def load_frame(batch_layers, row, slots, frame_slots, numbers, words, used, number):  # type: ignore[no-untyped-def]
     """Put a batch's slots, int32 [L, T, orders], into a frame's, [L, most, orders], -1 beyond; have the planner wait for the number
     in the frame's words before it gives them back."""
-    layers, positions, _ = slots.shape
+    layers, positions, orders = slots.shape
     for layer in range(layers):
-        frame_slots[layer, :positions] = slots[layer]
-        frame_slots[layer, positions:] = -1
+        for t in range(positions):
+            for order in range(orders):
+                frame_slots[layer, t, order] = slots[layer, t, order]
+        for t in range(positions, frame_slots.shape[1]):
+            for order in range(orders):
+                frame_slots[layer, t, order] = -1
         numbers[layer] = number
         if used[layer] != 0:
             batch_layers[row * layers + layer].word = address_of(words, layer)
