@@ -21,6 +21,7 @@ from ssdgram.bench.warmness.text import Span, Step, Text
 
 COLD_SHARE = 0.01                                            # of the files in the page cache, at most
 WARM_SHARE = 0.01                                            # of a warm step's bytes from the drive, at most
+TELLING = 16                                                 # tokens of a lookup whose rows/s say something of larger ones
 BLOCKS = 4                                                   # turns of a placement in a cell's pass
 FRESH = 6                                                    # 1 / this of the trace, its end: where never seen positions are taken from
 UNSTABLE = 0.10                                              # medians of two passes that differ by more are marked
@@ -132,6 +133,8 @@ class Matrix:
     def _mixed(self, row: Row, count: int) -> list[Step]:
         """Half of a step's positions from the warm text, half new to the store: for decode 2-grams nobody asked for."""
         new, old = row.tokens - row.tokens // 2, row.tokens // 2
+        if old == 0:
+            raise Refused("a step of one position has no halves")
         if row.kind == "prefill":
             known = [(k * old % (self.warm_span[1] - old), k * old % (self.warm_span[1] - old) + old) for k in range(count)]
             return [self.text.step([known[k], self.take(new)]) for k in range(count)]
@@ -281,7 +284,7 @@ class Matrix:
             turn.status = "refused"
             turn.why = (f"{turn.spent.drive_bytes} bytes of warm steps came from the drive although they were read before: "
                         f"this machine has too little memory to keep the files")
-        if turn.times_us:
+        if turn.times_us and row.tokens >= TELLING:
             rows = len(turn.times_us) * row.tokens * self._rows_a_token()
             self._rates[name, row.warmness, placement.manner(row.tokens)] = rows / sum(turn.times_us) * 1e6
 

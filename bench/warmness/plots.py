@@ -253,20 +253,20 @@ def budget(result: dict[str, Any]) -> Figure | None:
     axis.plot([entry["dram"] for entry in sweep], [entry["tokens_s"] for entry in sweep], color="black", marker="o",
               label="ssdgram, steady text")
     for entry in sweep:
-        text = f"1/{1 / entry['share']:.0f} of the table\n{100 * entry['hit_rate_all']:.0f} % hits"
-        axis.annotate(text, (entry["dram"], entry["tokens_s"]), textcoords="offset points", xytext=(0, -28), ha="center", fontsize=8)
+        text = f"{100 * entry['hit_rate_all']:.0f} % hits"
+        axis.annotate(text, (entry["dram"], entry["tokens_s"]), textcoords="offset points", xytext=(0, -16), ha="center", fontsize=9)
     for name, warmness in (("none", "warm"), ("hbm", "warm"), ("dram-uva", "warm"), ("dram-copy", "warm"), ("ssdgram", "warm")):
         for row in _loops(result, kind="decode", tokens=64, placement=name, warmness=warmness, prefetch=True):
             colour, _, line, _ = LOOKS.get(name, ("#555555", "", "-", ""))
             axis.axhline(row["tokens_s"], color=colour, linestyle=(0, (1, 2)) if name == "ssdgram" else line, linewidth=1.2,
                          label={"none": "layers alone", "ssdgram": "ssdgram, warm"}.get(name, name))
     axis.set_xscale("log", base=2)
-    axis.set_xticks([entry["dram"] for entry in sweep], [_bytes(entry["dram"]) for entry in sweep])
+    axis.set_xticks([entry["dram"] for entry in sweep], [f"{_bytes(entry['dram'])}\n1/{1 / entry['share']:.0f}" for entry in sweep])
     axis.xaxis.set_minor_formatter(NullFormatter())
     axis.yaxis.set_major_formatter(FuncFormatter(_count))
-    axis.set_ylim(0)
     axis.margins(x=0.15)
-    axis.set_xlabel("DRAM budget")
+    axis.set_ylim(0)
+    axis.set_xlabel("DRAM budget: bytes, and share of the table")
     axis.set_ylabel("decode tokens/s, 64 streams")
     axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.tight_layout()

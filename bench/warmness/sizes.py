@@ -29,6 +29,7 @@ class Sizes:
     step_count: int                                          # decode steps of one step-model cell and pass
     prompt: int                                              # tokens of the prompt behind the time to first token
     limit_s: float                                           # cells that would begin later are not run
+    in_line: tuple[str, ...] = ("warm", "steady")            # states in which the step model also runs without prefetch
 
     def lookups(self, warmness: str, kind: str, tokens: int) -> int:
         """Lookups of a cell in one pass, at most."""
@@ -43,8 +44,8 @@ class Sizes:
 
 
 PRESETS = {
-    "quick": Sizes("quick", rows=150_000, trace_tokens=32_768, warm_tokens=8_192, decode=(1, 64, 256), prefill=(512, 2048),
-                   budget_s=0.4, longest_s=3.0, step_batches=(64, 256), step_count=10, prompt=2048, limit_s=170),
+    "quick": Sizes("quick", rows=100_000, trace_tokens=32_768, warm_tokens=6_144, decode=(1, 64, 256), prefill=(512, 2048),
+                   budget_s=0.4, longest_s=3.0, step_batches=(64, 256), step_count=10, prompt=2048, limit_s=170, in_line=("warm",)),
     "cpu": Sizes("cpu", rows=500_000, trace_tokens=98_304, warm_tokens=16_384, decode=(1, 16, 64, 256), prefill=(512, 2048, 8192),
                  budget_s=1.0, longest_s=12.0, step_batches=(64, 256), step_count=16, prompt=2048, limit_s=400),
     "gpu": Sizes("gpu", rows=640_000, trace_tokens=262_144, warm_tokens=32_768, decode=(1, 16, 64, 256), prefill=(512, 2048, 8192),

@@ -123,13 +123,13 @@ class StepModel:
     def run(self, warmness: tuple[str, ...]) -> None:
         """Both passes of a state, then the next state, warm first: the files are in the page cache; then the budgets.
 
-        Without prefetch: warm and steady alone.
+        Without prefetch: in the states that the sizes name.
         """
         for state in sorted(warmness, key=ORDER.index):
             begun = time.monotonic()
             for number in range(PASSES):
                 for tokens in self.sizes.step_batches:
-                    for prefetch in (True, False) if state in ("warm", "steady") else (True,):
+                    for prefetch in (True, False) if state in self.sizes.in_line else (True,):
                         self._together(state, "decode", tokens, prefetch, number)
                 self._together(state, "prefill", self.sizes.prompt, True, number)
                 self._close_store()
