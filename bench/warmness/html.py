@@ -41,6 +41,7 @@ PLACED = {
     "ssd-mmap": "the checkpoint mapped: distinct ids (numpy.unique), numpy gather, pinned buffer, copy; below 2048 tokens without "
                 "read-ahead",
     "ssd-pread": "page files read through the page cache by 32 threads, one row a read",
+    "ssdgram-frame": "in the step model, warm: everything behind layer 0 in one CUDA graph, both gathers in it (Store.frame)",
     "ssdgram": "a store: bundles cached in DRAM, pages read past the page cache; from token ids, hashing included",
 }
 

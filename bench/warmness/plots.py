@@ -21,6 +21,7 @@ from ssdgram.bench.warmness.report import PLACES, STATES
 
 LOOKS: dict[str, tuple[str, str, Any, str]] = {              # colour (dark to light), marker, line, hatch
     "ssdgram": ("#000000", "o", "-", ""),
+    "ssdgram-frame": ("#5e5e5e", "X", "-", "oo"),
     "hbm": ("#1f4e9e", "s", "--", "//"),
     "dram-uva": ("#b5400f", "^", "-.", "\\\\"),
     "dram-copy": ("#3d9970", "D", ":", ".."),
@@ -117,7 +118,7 @@ def _shared_legend(figure: Figure, axes: list[Any], below: float = -0.01) -> Non
     names = sorted(entries, key=lambda name: PLACES.index(name) if name in PLACES else len(PLACES))
     figure.tight_layout()
     figure.legend([entries[name] for name in names], names, loc="upper center", bbox_to_anchor=(0.5, below),
-                  ncol=max(1, min(6, len(names))))
+                  ncol=max(1, min(8, len(names))))
 
 
 # ---------------------------------------------------------------- the figures
@@ -228,8 +229,8 @@ def tokens(result: dict[str, Any]) -> Figure | None:
                     for row in _loops(result, kind="decode", tokens=batch, warmness=state, placement=name, prefetch=True)]
             for k, row in enumerate(rows):
                 colour, _, _, hatch = LOOKS[row["placement"]]
-                at = x + (k - (len(rows) - 1) / 2) * 0.15
-                axis.bar(at, row["tokens_s"], 0.14, color=colour, hatch=hatch, edgecolor="white" if colour == "#000000" else "black",
+                at = x + (k - (len(rows) - 1) / 2) * 0.13
+                axis.bar(at, row["tokens_s"], 0.12, color=colour, hatch=hatch, edgecolor="white" if colour == "#000000" else "black",
                          linewidth=0.5, label=row["placement"])
         alone = [row["tokens_s"] for row in _loops(result, kind="decode", tokens=batch, placement="none", prefetch=True)]
         if alone:

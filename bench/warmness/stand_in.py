@@ -90,9 +90,13 @@ class Multiplying:
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            for number in range(layers * self._each):
-                torch.mm(self._input, self._weights[number % len(self._weights)], out=self._output)
+            self.launch(layers)
         return graph
+
+    def launch(self, layers: int) -> None:
+        """The products of so many layers on the current stream, or into the graph that is being captured."""
+        for number in range(layers * self._each):
+            self._torch.mm(self._input, self._weights[number % len(self._weights)], out=self._output)
 
     def _time(self, graph: Any) -> float:
         """Microseconds of a replay, median of nine."""

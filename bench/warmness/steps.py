@@ -77,6 +77,12 @@ class StepModel:
         self._loops: dict[Key, list[Loop]] = {}
         self._steps: dict[tuple[str, str, int], list[Step]] = {}
         self.sweep: list[dict[str, Any]] = []
+        self._framed: Any = None                             # SSDGram's steps in one CUDA graph, where there is a GPU
+        ours = placements.get("ssdgram")
+        if states.device != "cpu" and isinstance(ours, Ssdgram):
+            from ssdgram.bench.warmness.device import Framed
+
+            self._framed = Framed(ours)
 
     # ------------------------------------------------------------ what a loop needs
 
@@ -142,6 +148,8 @@ class StepModel:
         """All that take part in a cell, block by block in turn."""
         loops = {NONE: Loop()} | {name: Loop() for name, placement in self.placements.items()
                                   if name == "ssdgram" or state == "warm" or (state == "cold" and not placement.warm_only)}
+        if self._framed is not None and (state, kind, prefetch) == ("warm", "decode", True):
+            loops[self._framed.name] = Loop()
         for name, loop in loops.items():
             self._loops.setdefault((name, state, kind, tokens, prefetch), []).append(loop)
         if self.clock.late():
@@ -154,7 +162,7 @@ class StepModel:
             if not steps:
                 raise ValueError("the trace is too short for this")
             compute = self.compute(kind, tokens)
-            self._prepare(state, steps, loops)
+            self._prepare(state, steps, loops, compute)
             size = 1 if state == "cold" else max(1, -(-len(steps) // BLOCKS))
             order = list(loops)
             for k, first in enumerate(range(0, len(steps), size)):
@@ -167,15 +175,25 @@ class StepModel:
                 loop.turn.status, loop.turn.why = whole.status, whole.why
 
     def _close_store(self) -> None:
+        if self._framed is not None:
+            self._framed.drop()
         ours = self.placements.get("ssdgram")
         if isinstance(ours, Ssdgram) and ours.store is not None:
             store, ours.store = ours.store, None
             store.close()
 
-    def _prepare(self, state: str, steps: list[Step], loops: dict[str, Loop]) -> None:
+    def _placement(self, name: str) -> Placement | None:
+        """None for the stand-in alone."""
+        return self._framed if self._framed is not None and name == self._framed.name else self.placements.get(name)
+
+    def _prepare(self, state: str, steps: list[Step], loops: dict[str, Loop], compute: Any) -> None:
         """The store of the state; files dropped, or read into the page cache."""
         for name in loops:
-            placement = self.placements.get(name)
+            placement = self._placement(name)
+            if self._framed is not None and placement is self._framed:
+                with guarded(loops[name].turn):
+                    self._framed.ready(compute, len(steps[0]), [b - a for a, b in itertools.pairwise((*ENGRAM, LAYERS))])
+                continue
             if placement is None:
                 continue
             with guarded(loops[name].turn):
@@ -196,14 +214,17 @@ class StepModel:
                         placement.lookup(step)
 
     def _block(self, name: str, state: str, kind: str, block: list[Step], compute: Any, prefetch: bool, loop: Loop) -> None:
-        placement = self.placements.get(name)
+        placement = self._placement(name)
         if loop.turn.status != "ok" or sum(loop.seconds) > self.sizes.budget_s:
             return
         with guarded(loop.turn):
             if placement is not None and state == "cold":
                 placement.forget()
             before = placement.snapshot() if placement is not None else None
-            loop.seconds += [one_step(placement, step, compute, prefetch) for step in block]
+            if self._framed is not None and placement is self._framed:
+                loop.seconds += [self._framed.whole_step(step, compute, ENGRAM[0]) for step in block]
+            else:
+                loop.seconds += [one_step(placement, step, compute, prefetch) for step in block]
             if placement is not None:
                 loop.accounts.append(placement.account(before, placement.snapshot(), block, 0, 0))
 
@@ -270,9 +291,11 @@ class StepModel:
         """The reads/s at which a steady step, whose reads are known, would be as fast as dram-uva's, or hidden: by `drive_rate`."""
         found = {(row["placement"], row["warmness"], row["prefetch"]): row for row in rows
                  if row["kind"] == "decode" and row["tokens"] == tokens and row["status"] == "ok"}
-        steady, warm = found.get(("ssdgram", "steady", True)), found.get(("ssdgram", "warm", True))
-        if steady is None or warm is None:
+        steady = found.get(("ssdgram", "steady", True))
+        ways = [found[name, "warm", True] for name in ("ssdgram", "ssdgram-frame") if (name, "warm", True) in found]
+        if steady is None or not ways:
             return None
+        warm = min(ways, key=lambda row: float(row["exposed_us"]["mean"]))
         layer_s, one_read_s = self._computes["decode", tokens].layer_us / 1e6, self.one_read_us / 1e6
         without = warm["exposed_us"]["mean"] / 1e6           # what is exposed without any read
         need: dict[str, Any] = {"tokens": tokens, "reads_a_step": steady["reads"], "reads_s_seen": steady["reads_s"],
