@@ -50,7 +50,7 @@ def draw(result: dict[str, Any]) -> dict[str, Plot]:
         "throughput": ("Rows a second by batch", "Median passes of cold and warm lookups; both axes logarithmic.", throughput),
         "hit_rate": ("Hit rate against cache size, by n-gram order",
                      "The trace replayed through the cache's policy from empty; the dashed line is this run's budget.", hit_rate),
-        "tokens": ("Decode tokens/s by warmness", "The step model with prefetch on; the line across is the layers alone.", tokens),
+        "tokens": ("Decode tokens/s by warmness", "The step model with prefetch on; the dashed lines are the layers alone, in the same cell.", tokens),
         "budget": ("Decode tokens/s against the DRAM budget", "Steady text; the lines across are the placements that hold the whole "
                    "table in memory.", budget),
     }
@@ -232,9 +232,8 @@ def tokens(result: dict[str, Any]) -> Figure | None:
                 at = x + (k - (len(rows) - 1) / 2) * 0.13
                 axis.bar(at, row["tokens_s"], 0.12, color=colour, hatch=hatch, edgecolor="white" if colour == "#000000" else "black",
                          linewidth=0.5, label=row["placement"])
-        alone = [row["tokens_s"] for row in _loops(result, kind="decode", tokens=batch, placement="none", prefetch=True)]
-        if alone:
-            axis.axhline(max(alone), color="#555555", linestyle="--", linewidth=1, label="layers alone")
+            for alone in _loops(result, kind="decode", tokens=batch, warmness=state, placement="none", prefetch=True):
+                axis.plot([x - 0.46, x + 0.46], [alone["tokens_s"]] * 2, color="#555555", linestyle="--", linewidth=1, label="layers alone")
         axis.set_xticks(range(len(states)), states)
         axis.grid(axis="x", visible=False)
         axis.yaxis.set_major_formatter(FuncFormatter(_count))
