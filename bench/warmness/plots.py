@@ -50,7 +50,7 @@ def draw(result: dict[str, Any]) -> dict[str, Plot]:
         "throughput": ("Rows a second by batch", "Median passes of cold and warm lookups; both axes logarithmic.", throughput),
         "hit_rate": ("Hit rate against cache size, by n-gram order",
                      "The trace replayed through the cache's policy from empty; the dashed line is this run's budget.", hit_rate),
-        "tokens": ("Decode tokens/s by warmness", "The step model with prefetch on; the dashed lines are the layers alone, in the same cell.", tokens),
+        "tokens": ("Decode tokens/s by warmness", "The step model with prefetch on; dashed: the layers alone, same cell.", tokens),
         "budget": ("Decode tokens/s against the DRAM budget", "Steady text; the lines across are the placements that hold the whole "
                    "table in memory.", budget),
     }
