@@ -22,7 +22,16 @@ from ssdgram import _plan_state as p
 from ssdgram import _state as s
 from ssdgram._calls import FAILED, READY, REFUSED, TIMED_OUT, all_ready, hurry, outcome, wait_layer
 from ssdgram.cache.directory import mix
-from ssdgram.errors import BatchReleasedError, BatchTooLargeError, ReadError, ReadTimeoutError, RowCheckError, StoreBusyError, TokenError
+from ssdgram.errors import (
+    BatchReleasedError,
+    BatchTooLargeError,
+    ConfigError,
+    ReadError,
+    ReadTimeoutError,
+    RowCheckError,
+    StoreBusyError,
+    TokenError,
+)
 from ssdgram.kernels.hash import OUTPUT, STARTS
 from ssdgram.layout.page import describe, page_fault, signed
 
@@ -76,6 +85,8 @@ class Batch:
             self._store._count_wait(0.0, len(self._ready) - sum(self._ready))
             self._ready = [True] * len(self._ready)
             return
+        if timeout_s != timeout_s:
+            raise ConfigError(f"timeout_s is {timeout_s}: expected seconds")
         deadline = time.monotonic() + timeout_s
         for index in range(len(self._ready)) if layer is None else (self._store._layer_index(layer),):
             if not self._ready[index]:

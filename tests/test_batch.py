@@ -201,3 +201,18 @@ def test_what_a_batch_says_of_itself(engram, store):
 def test_batches_take_no_new_attributes(engram, store):
     with store.prefetch(engram.tokens(2)) as batch, pytest.raises(AttributeError):
         batch.anything = 1
+
+
+def test_a_time_out_that_is_no_number(engram, store):
+    """It would never come."""
+    with store.prefetch(engram.tokens(3, 77), priority="background") as batch:
+        set_fault(store, FAULT_STALL)
+        late = store.prefetch(engram.tokens(3, 78))
+        try:
+            with pytest.raises(ssdgram.ConfigError, match="timeout_s is nan"):
+                late.wait(timeout_s=float("nan"))
+        finally:
+            clear_faults(store)
+        late.wait()
+        batch.wait()
+        late.release()
