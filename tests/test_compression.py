@@ -1,5 +1,6 @@
 """The token map made in a process of its own: the same map, the same errors, and nothing left behind."""
 
+import gc
 import os
 import subprocess
 
@@ -48,9 +49,10 @@ def test_a_small_tokenizer_needs_none(monkeypatch):
 
 
 def test_the_process_does_not_outlive_its_owner():
+    gc.collect()                                             # what other tests left open is closed now, not below
     before = len(os.listdir("/proc/self/fd"))
     with compression.TokenMapProcess(TOKENIZER) as process:
         number = process._process.pid
-    assert process._process.returncode is not None and len(os.listdir("/proc/self/fd")) == before
+    assert process._process.returncode is not None and len(os.listdir("/proc/self/fd")) <= before
     with pytest.raises(ProcessLookupError):
         os.kill(number, 0)

@@ -381,7 +381,7 @@ def test_a_planner_that_has_no_thread(engram, monkeypatch):
 
     before = descriptors()
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    with pytest.raises(ssdgram.UnavailableError, match="the planner's thread cannot be started"):
+    with pytest.raises(ssdgram.UnavailableError, match="the planner's threads cannot be started"):
         engram.open()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("ssdgram-")]
     assert descriptors() == before
