@@ -31,8 +31,10 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/python -m ssdgram demo
 
+# Two processes, a test file each at a time; `make test JOBS=0` runs all in one.
+JOBS ?= 2
 test: $(READY)
-	$(PYTEST) -q -m "not gpu and not engines" $(ARGS)
+	$(PYTEST) -q -n $(JOBS) --dist loadfile -m "not gpu and not engines" $(ARGS)
 
 lint: $(READY)
 	$(BIN)/python -m ruff check .
@@ -52,7 +54,7 @@ QUEUELESS := $(wildcard tests/test_bench*.py tests/test_trace*.py) $(addprefix t
 	wheel))
 DENIED := $(filter-out $(QUEUELESS),$(wildcard tests/test_*.py))
 test-denied: $(READY)
-	$(BIN)/python tests/deny_io_uring.py $(PYTEST) -q -m "not gpu and not slow" $(DENIED) $(ARGS)
+	$(BIN)/python tests/deny_io_uring.py $(PYTEST) -q -m "not gpu and not slow and not engines" $(DENIED) $(ARGS)
 
 # Every rule of tests/rules/table.py taken out in turn: some test must miss it. Compiles a changed planner a dozen times: about 15
 # minutes, and not part of CI, which only checks that the table fits the sources (tests/test_rules.py).
