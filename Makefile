@@ -49,7 +49,7 @@ test-bounds: $(READY)
 # The suite as a container with Docker's default profile sees it: io_uring refused. Left out is what knows no queue: pure functions,
 # formats, benchmarks' own arithmetic, packaging.
 QUEUELESS := $(wildcard tests/test_bench*.py tests/test_trace*.py) $(addprefix tests/test_,$(addsuffix .py, \
-	blocks bounded checkpoint compression configs constants dequant directory files gather_cpu gds gds_store geometry hash history \
+	blocks bounded checkpoint compression configs constants dequant directory files gather_cpu gds gds_store geometry hash history hotset_gds \
 	kernels_triton manifest overflow page policy ragged reference rules safetensors sequence sketch source text token_map \
 	wheel))
 DENIED := $(filter-out $(QUEUELESS),$(wildcard tests/test_*.py))
