@@ -176,7 +176,8 @@ def test_no_tokens(engram, served):
 
 @pytest.mark.parametrize("convert", [
     list, tuple, np.int64, np.uint16, lambda t: t.astype(np.int32)[::-1][::-1], lambda t: torch.from_numpy(t),
-    lambda t: torch.from_numpy(t.astype(np.int64)), lambda t: np.repeat(t, 2)[::2]], ids=str)
+    lambda t: torch.from_numpy(t.astype(np.int64)), lambda t: np.repeat(t, 2)[::2]],
+    ids=["list", "tuple", "int64", "uint16", "int32", "tensor", "tensor of int64", "every second"])
 def test_kinds_of_tokens(engram, served, convert):
     store = served(engram)
     tokens = engram.tokens(30)
