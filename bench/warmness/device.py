@@ -281,7 +281,9 @@ class Framed(Placement):
 
     def __init__(self, ours: Ssdgram) -> None:
         super().__init__(ours.geometry, ours.landing)
-        self.ours, self._frame, self._graph = ours, None, None   # type: ignore[var-annotated]
+        self.ours = ours
+        self._frame: Any = None
+        self._graph: Any = None
 
     def ready(self, compute: Any, tokens: int, parts: list[int]) -> None:
         """Capture the graph for steps of that many tokens; `parts`: layers behind each gather."""

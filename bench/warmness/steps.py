@@ -190,7 +190,7 @@ class StepModel:
         """The store of the state; files dropped, or read into the page cache."""
         for name in loops:
             placement = self._placement(name)
-            if self._framed is not None and placement is self._framed:
+            if self._framed is not None and placement == self._framed:
                 with guarded(loops[name].turn):
                     self._framed.ready(compute, len(steps[0]), [b - a for a, b in itertools.pairwise((*ENGRAM, LAYERS))])
                 continue
@@ -221,7 +221,7 @@ class StepModel:
             if placement is not None and state == "cold":
                 placement.forget()
             before = placement.snapshot() if placement is not None else None
-            if self._framed is not None and placement is self._framed:
+            if self._framed is not None and placement == self._framed:
                 loop.seconds += [self._framed.whole_step(step, compute, ENGRAM[0]) for step in block]
             else:
                 loop.seconds += [one_step(placement, step, compute, prefetch) for step in block]
