@@ -15,6 +15,7 @@ import json
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,16 @@ def framed_round(store: Any, tokens: np.ndarray, frame: Any, graph: torch.cuda.C
     return (time.perf_counter() - begun) * 1e6, (called - begun) * 1e6, planned
 
 
+def staged_round(tokens: np.ndarray, staging: Any) -> tuple[float, float, float]:
+    """As `one_round`, by `Store.staging`."""
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    staging.fill(tokens)
+    called = time.perf_counter()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begun) * 1e6, (called - begun) * 1e6, float("nan")
+
+
 def end_to_end(store: Any, rounds: int) -> dict[str, dict[str, float]]:
     """Medians by T, and rows that were wrong."""
     generator, results = np.random.default_rng(7), {}
@@ -104,13 +115,16 @@ def end_to_end(store: Any, rounds: int) -> dict[str, dict[str, float]]:
             one_round(store, prompt, outs)
         frame, graph = captured(store, count, outs)
         before = store.stats().reads
+        staging = store.staging(dict(zip(store.layers, outs, strict=True)))
         ways: dict[str, Any] = {"eager": functools.partial(one_round, store, outs=outs),
+                                "staged": functools.partial(staged_round, staging=staging),
                                 "graph": functools.partial(framed_round, store, frame=frame, graph=graph)}
         taken: dict[str, list[tuple[float, float, float]]] = {way: [] for way in ways}
         for number in range(rounds):
             for way, run in ways.items():
                 taken[way].append(run(tokens=prompts[number % PROMPTS]))
-        wrong += check_frame(store, prompts[0], frame, graph, outs)
+        wrong += check_outs(store, prompts[0], lambda tokens: framed_round(store, tokens, frame, graph), outs)
+        wrong += check_outs(store, prompts[1], staging.fill, outs)
         results[str(count)] = {"wrong_rows": wrong, "reads": store.stats().reads - before}
         for way, rows in taken.items():
             median, p99 = np.median(rows, axis=0), float(np.quantile([row[0] for row in rows], 0.99))
@@ -121,9 +135,9 @@ def end_to_end(store: Any, rounds: int) -> dict[str, dict[str, float]]:
     return results
 
 
-def check_frame(store: Any, tokens: np.ndarray, frame: Any, graph: torch.cuda.CUDAGraph, outs: list[torch.Tensor]) -> int:
-    """Rows that a captured graph gathers other than `Batch.rows` does (0)."""
-    framed_round(store, tokens, frame, graph)
+def check_outs(store: Any, tokens: np.ndarray, run: Callable[[np.ndarray], Any], outs: list[torch.Tensor]) -> int:
+    """Rows that `run(tokens)` brings into `outs` other than those of `Batch.rows` (0)."""
+    run(tokens)
     with store.prefetch(tokens) as batch:
         return sum(int((batch.rows(layer).view(torch.int16) != out.view(torch.int16)).any(dim=2).sum())
                    for layer, out in zip(store.layers, outs, strict=True))

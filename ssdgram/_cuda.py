@@ -10,6 +10,7 @@ does not know the cache; it knows addresses. Nothing here runs for device="cpu".
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import os
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 CHUNK = 1 << 30                                              # bytes registered by one call: a multiple of every page size
 MAPPED_PORTABLE, READ_ONLY = 3, 8                            # cudaHostRegisterMapped | cudaHostRegisterPortable; cudaHostRegisterReadOnly
 LEAST_BUFFER = 1 << 12
+NOTHING = contextlib.nullcontext()
 
 
 def checked_device(name: str) -> torch.device:
@@ -216,11 +218,15 @@ class CudaSide:
             self._token_buffers.setdefault(row, []).append(buffer)
             into = buffer[:4 * length].view(torch.int32), buffer[4 * length:5 * length]
         tokens, flags = (part[:length] for part in into)
-        with torch.cuda.device(self.device):
+        with self.current():
             if length > 0 and sequence.fill is not None:
                 sequence.fill(tokens, flags)
             mark_done(self.flags[row:row + 1], ticket)
         return tokens.numpy(), flags.numpy(), self.flags.data_ptr() + 8 * row
+
+    def current(self) -> contextlib.AbstractContextManager[Any]:
+        """Makes the store's device the current one, if it is not: asking is ten times as cheap as setting."""
+        return NOTHING if torch.cuda.current_device() == self.device.index else torch.cuda.device(self.device)
 
     # ------------------------------------------------------------ results
 
@@ -228,7 +234,7 @@ class CudaSide:
         """Launch the gather of a layer on the current stream and note its word; the layer is ready."""
         store = batch._store
         shape, dtype = self.output_of(store, len(batch), mode)
-        with torch.cuda.device(self.device):
+        with self.current():
             result = self.checked_output(out, shape, dtype)
             if len(batch) > 0:
                 self._launch(batch, index, mode, result)

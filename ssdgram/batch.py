@@ -114,6 +114,8 @@ class Batch:
         if self._flag:
             if hurry(self._flag, self.ticket, HURRY_NS):
                 store._plan_here(self._row)
+            else:
+                store._wake_planner()                        # which was perhaps not told of it: it looks for them from now on
             self._flag = 0
         begin = time.monotonic()
         while result == TIMED_OUT:

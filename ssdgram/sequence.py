@@ -129,11 +129,11 @@ class Sequence:
         GPU; what it launches on the current stream writes them, exactly `length` of them with OUTPUT. They are checked when
         they have arrived: a bad id is raised by the batch's `wait`.
         """
-        self = cls(_NONE)
-        self._length = length
-        self.flat_tokens, self.flat_flags = np.zeros(flat_length, np.int32), np.zeros(flat_length, np.uint8)
-        self.fill = fill
-        return self
+        made = cls.__new__(cls)
+        made.device_tokens, made._ragged, made.lookback_length, made._wide = None, None, 0, {}
+        made._length, made.fill = length, fill
+        made.flat_tokens, made.flat_flags = np.zeros(flat_length, np.int32), np.zeros(flat_length, np.uint8)
+        return made
 
     def __len__(self) -> int:
         return self._length
@@ -177,6 +177,22 @@ def flatten(sequences: list[Sequence], n: int) -> tuple[np.ndarray, np.ndarray, 
     starts = np.cumsum([0, *lengths])[:-1]
     flat_flags[starts[np.array(lengths, np.int64) > 0]] |= STARTS
     return flat_tokens, flat_flags, sum(len(sequence) for sequence in sequences)
+
+
+def pieces(sequence: Sequence, n: int, most: int) -> list[Sequence]:
+    """The sequence cut into parts of at most `most` flat positions, each with what it looks back at; their rows are, one part behind
+    the other, those of the whole. Tokens that are not on the host are not cut."""
+    if sequence.fill is not None or sequence.device_tokens is not None or len(sequence.flat_tokens) <= most:
+        return [sequence]
+    tokens, flags, _ = flatten([sequence], n)
+    parts = []
+    for start in range(0, len(tokens), most):
+        first = max(0, start - (n - 1))
+        part = Sequence.of_flat(tokens[first:start + most], flags[first:start + most])
+        part.flat_flags[:start - first] &= ~np.uint8(OUTPUT)
+        part._length = int(np.count_nonzero(part.flat_flags & OUTPUT))
+        parts.append(part)
+    return parts
 
 
 def check_ids(sequences: list[Sequence], n: int, flat_tokens: np.ndarray, flat_flags: np.ndarray, vocab_size: int) -> None:

@@ -22,6 +22,7 @@ import threading
 import time
 import warnings
 import weakref
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceType
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +66,7 @@ from ssdgram.stats import WAIT_BUCKETS, Stats, snapshot
 if TYPE_CHECKING:
     from ssdgram._cuda import CudaSide
     from ssdgram.frame import Frame
+    from ssdgram.staging import Staging
     from ssdgram.tools.trace_record import Recorder
 
 log = logging.getLogger("ssdgram")
@@ -364,6 +366,16 @@ class Store:
         self._check()
         return Frame(self, tokens)
 
+    def staging(self, targets: Mapping[int, Any]) -> Staging:
+        """The shortest way from a step's tokens to its rows, into fixed tensors (see Staging).
+
+        `targets`: for each layer of the store a contiguous torch bfloat16 [most tokens, columns, dim] on the store's device.
+        """
+        from ssdgram.staging import Staging
+
+        self._check()
+        return Staging(self, targets)
+
     def stats(self) -> Stats:
         """A snapshot of the counters (see Stats)."""
         self._check()
@@ -486,7 +498,8 @@ class Store:
             raise StoreReplacedError(f"{self.path / MANIFEST} is not the one that this store was opened with (generation "
                                      f"{self.manifest.generation:016x}): close the store and open it again")
 
-    def _submit(self, sequences: list[Sequence], priority: str, window: int, ticket: int | None = None) -> Batch:
+    def _submit(self, sequences: list[Sequence], priority: str, window: int, ticket: int | None = None, soon: bool = False) -> Batch:
+        """Hand in a batch. `soon`: the caller is about to wait for it, and will look for tokens of a GPU itself."""
         tokens, flags, positions = flatten(sequences, self.geometry.max_ngram)
         if len(sequences) == 1:                              # a step: everything here counts
             deferred, on_device = sequences[0].fill is not None, sequences[0].device_tokens is not None
@@ -515,7 +528,8 @@ class Store:
             self._alive[row] = (tokens, flags)
             batch = Batch(self, row, ticket, slots, held, (tokens, flags))   # before `submit`: Ctrl-C behind it finds an owner
             batch._device_slots, batch._flag = device_slots, flag
-            submit(self._address, row, ticket, tokens, flags, flag, slots, held, planned, window, PRIORITIES[priority], not here)
+            submit(self._address, row, ticket, tokens, flags, flag, slots, held, planned, window, PRIORITIES[priority],
+                   not (here or (soon and on_device)))
             if here:
                 planner_loop(self._address, row)             # under the lock, so that `close` waits for its end
             if self._recorder is not None and not on_device and not window and ticket > 0:
@@ -527,6 +541,11 @@ class Store:
         with self._lock:
             if not self._closed:
                 planner_loop(self._address, row)
+
+    def _wake_planner(self) -> None:
+        with self._lock:
+            if not self._closed:
+                ring(self._address)
 
     def _plan_memory(self, row: int, shape: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray, Any]:
         """Memory for the plan of a batch that uses `row` anew: slots int32 [L, T, orders] (and as the GPU sees them), held

@@ -62,8 +62,7 @@ def test_buffers_of_another_shape_are_refused(engram, served):
 def test_counts_tell_steps_apart(engram, served):
     store = served(engram)
     stager = Stager(store, buffers(store, 8))
-    stager.begin(Sequence(engram.tokens(5)), drafts=2)
-    stager.fill_all()
+    stager.stage(Sequence(engram.tokens(5)), drafts=2)
     stager.begin(None)
     stager.begin(Sequence(engram.tokens(3)))
     stager.end()

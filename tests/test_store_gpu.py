@@ -207,3 +207,36 @@ def test_cudas_memory_is_what_was_asked_for(built):
         taken = free - torch.cuda.mem_get_info()[0]
         assert (256 << 20) * 0.98 < taken < (256 << 20) * 1.05 + (64 << 20)
         assert store._arena.size <= 64 << 20
+
+
+def test_staged_steps_of_all_sizes_are_exact(built):
+    """By graph and by pieces, of tokens from the host and from the GPU, while bundles come and go and are promoted."""
+    generator = np.random.default_rng(16)
+    with ssdgram.open(built, dram="24MiB", hbm="2MiB", device="cuda") as store:
+        outs = {layer: torch.zeros(700, len(store.columns), store.dim, dtype=torch.bfloat16, device="cuda") for layer in store.layers}
+        staging = store.staging(outs)
+        for step in range(200):
+            count = int(generator.integers(1, 64 if step % 3 else 701))
+            tokens = drawn(generator, store, count)
+            assert staging.fill(torch.from_numpy(tokens).cuda() if step % 2 else tokens) == count
+            with store.prefetch(tokens) as batch:
+                for layer, out in outs.items():
+                    assert torch.equal(batch.rows(layer).view(torch.int16), out[:count].view(torch.int16))
+        with pytest.raises(ssdgram.TokenError):
+            staging.fill(torch.tensor([1, vocabulary(store)], device="cuda"))
+        tokens = drawn(generator, store, 40)
+        assert staging.fill(tokens) == 40                    # the refused step left its frame usable
+
+
+def test_a_staged_step_behind_a_busy_stream_waits_for_its_tokens(built):
+    """Its tokens come a long time after the call: the planner is woken to look for them."""
+    with ssdgram.open(built, dram="24MiB", device="cuda") as store:
+        outs = {layer: torch.zeros(64, len(store.columns), store.dim, dtype=torch.bfloat16, device="cuda") for layer in store.layers}
+        staging = store.staging(outs)
+        tokens = drawn(np.random.default_rng(17), store, 64)
+        on_device = torch.from_numpy(tokens).cuda()
+        time.sleep(1.5)                                      # the planner sleeps for good by now
+        torch.cuda._sleep(100_000_000)                       # some 50 ms
+        assert staging.fill(on_device) == 64
+        with store.prefetch(tokens) as batch:
+            assert all(torch.equal(batch.rows(layer).view(torch.int16), out.view(torch.int16)) for layer, out in outs.items())

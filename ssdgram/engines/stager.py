@@ -2,7 +2,7 @@
 
     begin(windows)      the step's tokens are on their way: prefetch        (nothing: a dummy or idle step reads nothing)
     fill(layer)         the layer's rows into its buffer, on the current stream; waits on the host for reads, not for the GPU
-    fill_all()          all layers, in their order: before a graph is launched that reads the buffers
+    stage(windows)      begin and fill all layers at once: before a graph is launched that reads the buffers
     end()               the step is over, whatever came of it
 
 Both engines' plug-ins drive it; it knows neither. The batch is released as soon as the last layer's gather is launched: the
@@ -23,6 +23,7 @@ from ssdgram.sequence import Sequence
 if TYPE_CHECKING:
     from ssdgram.batch import Batch
     from ssdgram.engines.windows import Windows
+    from ssdgram.staging import Staging
     from ssdgram.store import Store
 
 
@@ -47,6 +48,7 @@ class Stager:
         self.store, self.timeout_s = store, timeout_s
         self.targets = dict(targets)
         self.counts = Counts()
+        self._staging: Staging | None = None                 # of the buffers that graphs read
         self._batch: Batch | None = None
         self._left: list[int] = []
         self._positions = 0
@@ -82,9 +84,33 @@ class Stager:
         self._batch = self.store.prefetch(sequence)
         self._left = list(self.store.layers)
         self._positions = len(sequence)
+        self._count(len(sequence), drafts)
+
+    def stage(self, step: Windows | Sequence, *, drafts: int = 0, targets: Mapping[int, Any] | None = None) -> None:
+        """A step begins, and the rows of all its layers go into the buffers before anything else is launched on the current stream.
+
+        `targets`: the buffers, where the stager was given none; the same ones from call to call, or the graphs that fill them are
+        captured anew.
+        """
+        self.end()
+        staging = self._staging_into(self.targets if targets is None else targets)
+        begun = time.monotonic()
+        count = staging.fill(step if isinstance(step, Sequence) else step.sequence(), self.timeout_s)
+        self.counts.wait_s += time.monotonic() - begun
+        self.counts.graph_steps += 1
+        self._count(count, drafts)
+
+    def _count(self, positions: int, drafts: int) -> None:
         self.counts.steps += 1
-        self.counts.tokens += len(sequence)
+        self.counts.tokens += positions
         self.counts.drafts += drafts
+
+    def _staging_into(self, targets: Mapping[int, Any]) -> Staging:
+        staging = self._staging
+        if staging is None or any(staging.targets[layer].data_ptr() != target.data_ptr() or len(staging.targets[layer]) != len(target)
+                                  for layer, target in targets.items()):
+            staging = self._staging = self.store.staging(targets)
+        return staging
 
     def ready(self, layer: int) -> bool:
         """Whether `fill(layer)` would not wait."""
@@ -109,12 +135,6 @@ class Stager:
             self._batch = None
             batch.release()
         return True
-
-    def fill_all(self) -> None:
-        """Fill every layer, in the store's order."""
-        self.counts.graph_steps += self._batch is not None
-        for layer in tuple(self._left):
-            self.fill(layer)
 
     def end(self) -> None:
         """Give up what is left of the step. Idempotent."""

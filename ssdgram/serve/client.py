@@ -366,7 +366,8 @@ class AttachedStore(Store):
             raise StoreReplacedError(f"the files of {self.path} are not those that the server opened (generation "
                                      f"{self.manifest.generation:016x}): restart the server, and attach again")
 
-    def _submit(self, sequences: list[Sequence], priority: str, window: int, ticket: int | None = None) -> Batch:
+    def _submit(self, sequences: list[Sequence], priority: str, window: int, ticket: int | None = None,
+                soon: bool = False) -> Batch:
         tokens, flags, positions = flatten(sequences, self.geometry.max_ngram)
         deferred = any(sequence.fill is not None for sequence in sequences)
         if deferred and len(sequences) > 1:
@@ -488,6 +489,9 @@ class AttachedStore(Store):
 
     def _close_files(self) -> None:
         """There are none here."""
+
+    def _wake_planner(self) -> None:
+        """Nothing: the server's desk looks for tokens of a GPU itself."""
 
     def _forget(self) -> None:
         """In a forked child: the server is to notice when the parent ends, whether or not the child lives on."""

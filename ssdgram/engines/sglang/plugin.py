@@ -269,12 +269,10 @@ class Backend:
         if runner.ragged_verify_mode:
             raise RuntimeError("SSDGram: ragged verification is not served: set SGLANG_RAGGED_VERIFY_MODE=static, or unset SSDGRAM_STORE")
         buffers, requests, block = runner.buffers, int(runner.raw_bs), int(runner.captured_req_width)
-        self.stager.targets = {embed.layer_id: embed.graph_rows for embed in self.embeds}
-        self.stager.begin(Windows(tokens=buffers.input_ids, positions=buffers.positions, before=self.hasher.history, block=block,
+        self.stager.stage(Windows(tokens=buffers.input_ids, positions=buffers.positions, before=self.hasher.history, block=block,
                                   rows=buffers.req_pool_indices, newest_first=False, image=self.image, images_from=self.images_from,
-                                  count=requests * block, requests=requests), drafts=requests * (block - 1))
-        self.stager.fill_all()
-        self.stager.targets = {}
+                                  count=requests * block, requests=requests), drafts=requests * (block - 1),
+                          targets={embed.layer_id: embed.graph_rows for embed in self.embeds})
 
 
 def from_model(cls: type, model: torch.nn.Module, hasher: Any, device: torch.device) -> Backend:

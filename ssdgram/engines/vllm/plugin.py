@@ -9,8 +9,8 @@
 A step begins in `prepare_inputs`, the last eager point before every forward: a kernel packs tokens and lookback windows, from
 the very tensors that vLLM's hash reads, into pinned memory; the planner takes it from there. In eager and piecewise steps a layer
 waits for its reads in `_finish_prefetch`. A FULL graph runs no Python, so `prepare_inputs` waits for the reads and gathers into
-`staged_rows` on the main stream before the launch; the graph's own lookup is captured as nothing. (Frames, gathers inside the
-graph, were not taken: a frame per captured size and a host wait for the previous launch buy one gather's overlap with layer 0.)
+`staged_rows` on the main stream before the launch, by a small graph of our own (see ssdgram.staging); the engine's graph captures
+its lookup as nothing. (Gathers inside the engine's graph were not taken: they would buy one gather's overlap with layer 0.)
 Invariant: dummy, idle and capture batches read nothing, and a step's rows are in `staged_rows` before anything reads them.
 """
 
@@ -284,15 +284,14 @@ def begin_step(state: Any, input_batch: Any, req_states: Any) -> None:
     if not input_batch.req_ids or input_batch.req_ids[0] not in req_states.req_id_to_index:
         stager.begin(None)
         return
-    stager.begin(Windows(tokens=input_batch.input_ids, positions=input_batch.positions, starts=input_batch.query_start_loc,
-                         before=state.lookback_token_ids, count=int(input_batch.num_tokens), requests=int(input_batch.num_reqs),
-                         image=IMAGE_ID), drafts=int(input_batch.num_draft_tokens))
+    step = stager.stage if state._ssdgram_full else stager.begin
+    step(Windows(tokens=input_batch.input_ids, positions=input_batch.positions, starts=input_batch.query_start_loc,
+                 before=state.lookback_token_ids, count=int(input_batch.num_tokens), requests=int(input_batch.num_reqs), image=IMAGE_ID),
+         drafts=int(input_batch.num_draft_tokens))
     early = state._ssdgram_early
     if early is not None and len(early) > 0:
         advance(early, input_batch)
         early.pump()
-    if state._ssdgram_full:
-        stager.fill_all()
 
 
 def advance(early: EarlyPrefetch, input_batch: Any) -> None:

@@ -1,0 +1,103 @@
+"""Staging: the rows of a whole step into fixed tensors by one call, the shortest way from tokens to rows.
+
+    staging = store.staging({layer: out, ...})            once; out: bf16 [most tokens, columns, dim]
+    count = staging.fill(tokens)                          each step: rows 0 .. count - 1 of every `out` are the tokens'
+
+A small step (a decode step) is planned by the calling thread, put into a frame and gathered by one launch of a CUDA graph that
+was captured here. A large one (a prefill) is cut into pieces: while the GPU gathers the first the next is planned, so the plan
+costs the time of one piece. It knows neither cache nor planner; it is built on batches and frames. Invariant: when `fill`
+returns, the gathers of all layers are on the current stream and their slots are held until they have run.
+"""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ssdgram.errors import BatchTooLargeError, ConfigError
+from ssdgram.sequence import Sequence, check_ids, flatten, pieces
+
+if TYPE_CHECKING:
+    from ssdgram.batch import Batch
+    from ssdgram.store import Store
+
+GRAPHS = (16, 64, 128, 256, 512)                             # positions that the captured graphs are for; more are gathered by pieces
+AHEAD = 4                                                    # pieces under way at a time
+PIECE = 2048                                                 # positions of a piece: planned in less time than the one before is gathered
+
+
+class Staging:
+    """Made by `Store.staging`. `most`: positions that fit. One thread and one stream at a time."""
+
+    def __init__(self, store: Store, targets: Mapping[int, Any]) -> None:
+        self._store, self.targets = store, dict(targets)
+        if set(self.targets) != set(store.layers):
+            raise ConfigError(f"tensors are given for layers {sorted(self.targets)}: expected those of the store, {list(store.layers)}")
+        self.most = min(len(target) for target in self.targets.values())
+        shape = (len(store.columns), store.dim)
+        for layer, target in self.targets.items():
+            if tuple(target.shape[1:]) != shape or str(target.dtype) != "torch.bfloat16" or not target.is_contiguous():
+                raise ConfigError(f"layer {layer}'s tensor is {target.dtype} {list(target.shape)}: expected contiguous torch.bfloat16 "
+                                  f"[tokens, {shape[0]}, {shape[1]}]")
+        self._graphs: list[tuple[int, Any, Any]] = []        # (positions, frame, graph), from few to many
+        if store._cuda is not None:
+            from ssdgram import staging_gpu
+
+            self._graphs = staging_gpu.capture(store, self.targets, [size for size in GRAPHS if size < self.most] + [
+                self.most] * (self.most <= GRAPHS[-1]))
+
+    def fill(self, step: Any, timeout_s: float = 30.0) -> int:
+        """Rows of the step's positions into the first rows of every tensor; how many positions there are.
+
+        `step`: a Sequence, or what `prefetch` takes as tokens. Waits for reads, not for the GPU. Rows behind the step's are left
+        or set to zero. Raises what `prefetch` and `Batch.wait` raise; BatchTooLargeError for more positions than fit.
+        """
+        sequence = step if isinstance(step, Sequence) else Sequence(step)
+        count = len(sequence)
+        if count > self.most:
+            raise BatchTooLargeError(count, self.most)
+        for size, frame, graph in self._graphs:
+            if count <= size:
+                if count:
+                    self._replay(sequence, frame, graph, timeout_s)
+                return count
+        self._gather(sequence, timeout_s)
+        return count
+
+    def _replay(self, sequence: Sequence, frame: Any, graph: Any, timeout_s: float) -> None:
+        store = self._store
+        store._check()
+        store._look_at_manifest()
+        batch = store._submit([sequence], "step", 0, soon=True)
+        try:
+            frame.load(batch, timeout_s)
+            try:
+                graph.replay()
+            except BaseException:
+                frame.discard()
+                raise
+        finally:
+            batch.release()
+
+    def _gather(self, sequence: Sequence, timeout_s: float) -> None:
+        """Piece by piece; the next ones are begun before the first is waited for, so that the planner always has one."""
+        store, deadline, start = self._store, time.monotonic() + timeout_s, 0
+        n = store.geometry.max_ngram
+        parts = pieces(sequence, n, PIECE)
+        if len(parts) > 1:                                   # an error names the position in the step, not in a piece
+            check_ids([sequence], n, *flatten([sequence], n)[:2], store._vocabulary)
+        begun: collections.deque[Batch] = collections.deque()
+        try:
+            for number in range(len(parts)):
+                while len(begun) < AHEAD and number + len(begun) < len(parts):
+                    begun.append(store.prefetch(parts[number + len(begun)]))
+                for layer, target in self.targets.items():
+                    begun[0].wait(layer, max(0.0, deadline - time.monotonic()))
+                    begun[0].rows(layer, out=target[start:start + len(begun[0])])
+                start += len(begun[0])
+                begun.popleft().release()
+        finally:
+            for batch in begun:
+                batch.release()
