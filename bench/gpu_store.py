@@ -123,8 +123,8 @@ def end_to_end(store: Any, rounds: int) -> dict[str, dict[str, float]]:
         for number in range(rounds):
             for way, run in ways.items():
                 taken[way].append(run(tokens=prompts[number % PROMPTS]))
-        wrong += check_outs(store, prompts[0], lambda tokens: framed_round(store, tokens, frame, graph), outs)
-        wrong += check_outs(store, prompts[1], staging.fill, outs)
+        wrong += check_outs(store, prompts[0], ways["graph"], outs)
+        wrong += check_outs(store, prompts[1], ways["staged"], outs)
         results[str(count)] = {"wrong_rows": wrong, "reads": store.stats().reads - before}
         for way, rows in taken.items():
             median, p99 = np.median(rows, axis=0), float(np.quantile([row[0] for row in rows], 0.99))
@@ -135,9 +135,9 @@ def end_to_end(store: Any, rounds: int) -> dict[str, dict[str, float]]:
     return results
 
 
-def check_outs(store: Any, tokens: np.ndarray, run: Callable[[np.ndarray], Any], outs: list[torch.Tensor]) -> int:
-    """Rows that `run(tokens)` brings into `outs` other than those of `Batch.rows` (0)."""
-    run(tokens)
+def check_outs(store: Any, tokens: np.ndarray, run: Callable[..., Any], outs: list[torch.Tensor]) -> int:
+    """Rows that `run(tokens=...)` brings into `outs` other than those of `Batch.rows` (0)."""
+    run(tokens=tokens)
     with store.prefetch(tokens) as batch:
         return sum(int((batch.rows(layer).view(torch.int16) != out.view(torch.int16)).any(dim=2).sum())
                    for layer, out in zip(store.layers, outs, strict=True))
