@@ -34,6 +34,11 @@ def aligned(tensor: torch.Tensor, boundary: int = 16) -> bool:
     return tensor.numel() == 0 or tensor.data_ptr() % boundary == 0
 
 
+def raw_stream(device: int) -> int:
+    """The handle of the current stream; as Triton asks for it: `torch.cuda.current_stream` makes an object, for microseconds."""
+    return int(torch._C._cuda_getCurrentRawStream(device))
+
+
 class Launch:
     """One variant of a kernel. `arguments`: one sample per argument, in order: a dtype for a pointer, a number for a number.
 
@@ -74,8 +79,7 @@ class Launch:
         if compiled is None:
             compiled = self.load(device)
         x, y, z = size + (1,) * (3 - len(size))
-        stream = torch.cuda.current_stream(device).cuda_stream
-        compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments, *self._tail)
+        compiled.run(x, y, z, raw_stream(device), compiled.function, compiled.packed_metadata, None, None, None, *arguments, *self._tail)
 
     def compile(self, capability: int) -> Any:
         """Compile for a compute capability (90: H100, H200) without a GPU: what Triton made, with `asm`; not for launching."""

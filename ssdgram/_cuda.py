@@ -15,7 +15,7 @@ import ctypes
 import math
 import os
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,8 +25,9 @@ from ssdgram import _state as s
 from ssdgram._calls import wait_for_copies
 from ssdgram.errors import ConfigError, UnavailableError
 from ssdgram.kernels.gather import SLOTS, TILES, Bundles, Gather, mark_done, mark_launch
-from ssdgram.kernels.launch import preload
+from ssdgram.kernels.launch import preload, raw_stream
 from ssdgram.kernels.promote import Promote
+from ssdgram.sequence import Mark
 
 if TYPE_CHECKING:
     from ssdgram.batch import Batch
@@ -102,6 +103,19 @@ class PinnedPool:
         self._free[len(buffer)].append(buffer)
 
 
+class FillMemory(NamedTuple):
+    """Pinned memory that a row's deferred sequences are written to, as torch and as NumPy see it."""
+
+    length: int
+    tokens: torch.Tensor
+    flags: torch.Tensor
+    tokens_array: np.ndarray
+    flags_array: np.ndarray
+    buffer: torch.Tensor | None                              # of the pool
+    done: torch.Tensor
+    counter: torch.Tensor
+
+
 class CudaSide:
     """What a store on a CUDA device has besides the arrays. `slab_slots`: the slab lies in its memory (None: in DRAM)."""
 
@@ -120,12 +134,14 @@ class CudaSide:
                 self.slab = self.slab_memory.data_ptr()
             self.hbm = torch.empty(hbm_slots * store._stride, dtype=torch.uint8, device=device)
             self._hbm_base = self.hbm.data_ptr()
-            self.counters = torch.zeros(rows * layers + 1, dtype=torch.int32, device=device)
             self.words = torch.from_numpy(plan.gpu_words)
             self.flags = torch.from_numpy(plan.token_words)
+            # of each row's gathers, of the copier, of each row's tokens
+            self.counters = torch.zeros(rows * layers + 1 + len(self.flags), dtype=torch.int32, device=device)
             self.pool = PinnedPool()
             self._plans: dict[int, tuple[tuple[int, ...], np.ndarray, torch.Tensor, torch.Tensor]] = {}
             self._token_buffers: dict[int, list[torch.Tensor]] = {}
+            self._fills: dict[int, FillMemory] = {}
             self._gathers_done = plan.gpu_words.reshape(rows, layers)
             self._views: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
             self.gathers = [self._gather(store, index) for index in range(layers)]
@@ -135,7 +151,7 @@ class CudaSide:
                                if mode == "packed" or g.bundles.encoding != "nvfp4"),
                              self._promote.launch, mark_launch(1)])
             self._copier = threading.Thread(target=_copy_loop, name="ssdgram-copier", daemon=True, args=(
-                plan, state, device, self._promote, self.counters[-1:], self.slab, self.hbm.data_ptr())) if hbm_slots else None
+                plan, state, device, self._promote, self.counters[rows * layers:rows * layers + 1], self.slab, self.hbm.data_ptr())) if hbm_slots else None
         if self._copier is not None:
             self._copier.start()
 
@@ -212,17 +228,29 @@ class CudaSide:
     def _filled(self, sequence: Sequence, row: int, ticket: int,
                 into: tuple[torch.Tensor, torch.Tensor] | None) -> tuple[np.ndarray, np.ndarray, int]:
         """`tokens_to_host` for a deferred sequence: its own kernels write tokens and flags."""
-        length = len(sequence.flat_tokens)
+        memory = self._fill_memory(row, len(sequence.flat_tokens), into)
+        with self.current():
+            mark = Mark(memory.counter, memory.done, ticket)
+            if memory.length == 0 or sequence.fill is None or not sequence.fill(memory.tokens, memory.flags, mark):
+                mark_done(memory.done, ticket)
+        return memory.tokens_array, memory.flags_array, self.flags.data_ptr() + 8 * row
+
+    def _fill_memory(self, row: int, length: int, into: tuple[torch.Tensor, torch.Tensor] | None) -> FillMemory:
+        """Where a deferred sequence of that length is written; a row that is used for the same length again keeps its memory."""
+        known = self._fills.get(row)
+        if known is not None and known.length == length:
+            return known
+        if known is not None and known.buffer is not None:
+            self.pool.give(known.buffer)
+        buffer = None
         if into is None:
             buffer = self.pool.take(max(8, 5 * length))
-            self._token_buffers.setdefault(row, []).append(buffer)
             into = buffer[:4 * length].view(torch.int32), buffer[4 * length:5 * length]
         tokens, flags = (part[:length] for part in into)
-        with self.current():
-            if length > 0 and sequence.fill is not None:
-                sequence.fill(tokens, flags)
-            mark_done(self.flags[row:row + 1], ticket)
-        return tokens.numpy(), flags.numpy(), self.flags.data_ptr() + 8 * row
+        counters = len(self.counters) - len(self.flags)
+        self._fills[row] = FillMemory(length, tokens, flags, tokens.numpy(), flags.numpy(), buffer, self.flags[row:row + 1],
+                                      self.counters[counters + row:counters + row + 1])
+        return self._fills[row]
 
     def current(self) -> contextlib.AbstractContextManager[Any]:
         """Makes the store's device the current one, if it is not: asking is ten times as cheap as setting."""
@@ -249,10 +277,10 @@ class CudaSide:
         return (positions, len(store.columns), store.row_bytes), torch.uint8
 
     def _launch(self, batch: Batch, index: int, mode: str, result: torch.Tensor) -> None:
-        stream = torch.cuda.current_stream()
+        stream = raw_stream(torch.cuda.current_device())
         before = batch._events.get(index)
         if before is not None and before != stream:          # the word counts launches: they have to finish in order
-            stream.wait_stream(before)
+            torch.cuda.current_stream().wait_stream(torch.cuda.ExternalStream(before) if before else torch.cuda.default_stream())
         batch._events[index] = stream
         place = batch._row * len(batch._ready) + index
         counter, word, address = self._views.get(place) or self._view(place)

@@ -59,7 +59,7 @@ class Batch:
         self._ready = [False] * slots.shape[0]
         self._flag = 0                                       # address of the word that says that the GPU's tokens are there
         self._device_slots: Any = None                       # the plan as the GPU reads it, [layers, T, orders]
-        self._events: dict[int, Any] = {}                    # layer index -> CUDA stream of its newest gather
+        self._events: dict[int, int] = {}                    # layer index -> handle of the CUDA stream of its newest gather
         self._released = False
 
     def __len__(self) -> int:

@@ -15,7 +15,7 @@ lookback and a STARTS per request, built by a few NumPy calls whatever the numbe
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,6 +26,20 @@ from ssdgram.kernels.hash import OUTPUT, PARTICIPATES, STARTS, check_tokens, pla
 _LOW, _HIGH = -2**31, 2**31 - 1
 _NONE = np.empty(0, np.int32)
 _USUAL = (np.dtype(np.int64), np.dtype(np.int32))
+
+
+class Mark(NamedTuple):
+    """How a kernel says that tokens have arrived: `ticket` into `done`, behind all that it wrote, as the host sees it.
+
+    counter: torch int32 [1] on the device, zero and to be left zero, for the kernel's own use. done: int64 [1], pinned.
+    """
+
+    counter: Any
+    done: Any
+    ticket: int
+
+
+Fill = Callable[[Any, Any, "Mark | None"], "bool | None"]
 
 
 class Sequence:
@@ -40,7 +54,7 @@ class Sequence:
     __slots__ = ("_length", "_ragged", "_wide", "device_tokens", "fill", "flat_flags", "flat_tokens", "lookback_length")
 
     def __init__(self, tokens: Any, participates: Any = None, lookback: Any = None, lookback_participates: Any = None) -> None:
-        self.fill: Callable[[Any, Any], None] | None = None
+        self.fill: Fill | None = None
         self._ragged: tuple[np.ndarray, int] | None = None   # (lengths of the requests, width of their windows)
         if participates is lookback is lookback_participates is None and _is_plain(tokens):
             self.device_tokens, self._length, self.lookback_length = None, len(tokens), 0       # the usual case, in few steps
@@ -122,12 +136,13 @@ class Sequence:
         return self
 
     @classmethod
-    def deferred(cls, length: int, flat_length: int, fill: Callable[[Any, Any], None] | None = None) -> Sequence:
-        """A Sequence of `length` positions whose flat arrays `fill(flat_tokens, flat_flags)` writes when it is submitted.
+    def deferred(cls, length: int, flat_length: int, fill: Fill | None = None) -> Sequence:
+        """A Sequence of `length` positions whose flat arrays `fill(flat_tokens, flat_flags, mark)` writes when it is submitted.
 
         For engines: `fill` gets torch tensors of `flat_length` entries, int32 and uint8, in pinned memory if the store is on a
-        GPU; what it launches on the current stream writes them, exactly `length` of them with OUTPUT. They are checked when
-        they have arrived: a bad id is raised by the batch's `wait`.
+        GPU; what it launches on the current stream writes them, exactly `length` of them with OUTPUT. If it stores the mark's
+        ticket behind that by itself (see Mark) it returns True, and a launch is saved. The tokens are checked when they have
+        arrived: a bad id is raised by the batch's `wait`.
         """
         made = cls.__new__(cls)
         made.device_tokens, made._ragged, made.lookback_length, made._wide = None, None, 0, {}
@@ -146,7 +161,7 @@ class Sequence:
         import torch
 
         if self.fill is not None:
-            self.fill(torch.from_numpy(self.flat_tokens), torch.from_numpy(self.flat_flags))
+            self.fill(torch.from_numpy(self.flat_tokens), torch.from_numpy(self.flat_flags), None)
 
     def place_of(self, flat_index: int) -> tuple[int, int | None]:
         """(position, request) of a flat index: negative positions lie before the first token; None: there is one request."""

@@ -106,7 +106,8 @@ def test_wrong_shapes_are_refused(arguments, message):
 
 
 def test_a_deferred_sequence_is_filled_when_it_is_submitted(engram, served):
-    def fill(tokens, flags):
+    def fill(tokens, flags, mark):
+        assert mark is None                                  # it is called in place: nobody waits for a word
         tokens[:] = tokens.new_tensor([9, 4, 5])
         flags[:] = flags.new_tensor([1 | 2, 1 | 4, 1 | 4])
 

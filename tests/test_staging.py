@@ -41,7 +41,7 @@ def test_tokens_that_a_callback_brings(engram, served):
     staging, tokens = store.staging(buffers(store, 20)), engram.tokens(20)
     flat = Sequence(tokens)
 
-    def fill(into, flags):
+    def fill(into, flags, mark):
         into.copy_(torch.from_numpy(flat.flat_tokens))
         flags.copy_(torch.from_numpy(flat.flat_flags))
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ssdgram.kernels.hash import OUTPUT, PARTICIPATES, STARTS
-from ssdgram.sequence import Sequence
+from ssdgram.sequence import Mark, Sequence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,16 +46,25 @@ class Windows:
         requests = self.requests if self.count > 0 else 0    # requests without tokens are not looked up
         return Sequence.deferred(self.count, self.count + requests * self.before.shape[1], self.fill)
 
-    def fill(self, tokens: Any, flags: Any) -> None:
-        """Write flat tokens (int32) and flags (uint8): a kernel on the current stream, or at once for tensors on the CPU."""
+    def fill(self, tokens: Any, flags: Any, mark: Mark | None) -> bool:
+        """Write flat tokens (int32) and flags (uint8): a kernel on the current stream, which stores the mark; or at once for tensors
+        on the CPU. Whether the mark is taken care of."""
         if self.count == 0:
-            return
+            return False
         if self.tokens.device.type == "cpu":
             pack_on_host(self, tokens.numpy(), flags.numpy())
-        else:
+            return False
+        from ssdgram.engines import windows_gpu
+
+        windows_gpu.pack(self, tokens, flags, mark)
+        return mark is not None
+
+    def load(self) -> None:
+        """Load the kernels of steps with tensors like these, on their GPU: before the first step."""
+        if self.tokens.device.type != "cpu":
             from ssdgram.engines import windows_gpu
 
-            windows_gpu.pack(self, tokens, flags)
+            windows_gpu.load(self)
 
 
 def pack_on_host(windows: Windows, tokens: np.ndarray, flags: np.ndarray) -> None:

@@ -71,7 +71,8 @@ def test_windows_of_both_engines(kind):
         windows = Windows(tokens=i32, positions=i64, before=before, starts=i32, count=4, requests=4)
     else:
         windows = Windows(tokens=i64, positions=i64, before=before, rows=i64, count=4, requests=4, newest_first=False)
-    compiled(launch_for(windows))
+    for marks in (False, True):
+        compiled(launch_for(windows, marks))
 
 
 @pytest.mark.parametrize("rule", ("vllm", "sglang"))

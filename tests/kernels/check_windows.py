@@ -9,6 +9,7 @@ from where import DEVICE, pinned
 
 from ssdgram.engines.windows import Windows, pack_on_host
 from ssdgram.engines.windows_gpu import pack
+from ssdgram.sequence import Mark
 
 
 def compare(windows):
@@ -18,11 +19,19 @@ def compare(windows):
     pack_on_host(windows, *wanted)
     moved = {name: value.to(DEVICE) for name, value in dataclasses.asdict(windows).items() if isinstance(value, torch.Tensor)}
     tokens, flags = pinned(torch.full((total,), 7, dtype=torch.int32)), pinned(torch.full((total,), 7, dtype=torch.uint8))
-    pack(dataclasses.replace(windows, **moved), tokens, flags)
-    if DEVICE != "cpu":
-        torch.cuda.synchronize()
-    np.testing.assert_array_equal(flags.numpy(), wanted[1])
-    np.testing.assert_array_equal(tokens.numpy(), wanted[0])
+    counter, done = torch.zeros(1, dtype=torch.int32, device=DEVICE), pinned(torch.zeros(2, dtype=torch.int64))
+    for mark in (None, Mark(counter, done[:1], (1 << 40) + 5)):
+        tokens.fill_(7)
+        flags.fill_(7)
+        pack(dataclasses.replace(windows, **moved), tokens, flags, mark)
+        if DEVICE != "cpu" and mark is not None:
+            while int(done[0]) == 0:                         # the ticket says that the rest is there: nothing else is waited for
+                pass
+        elif DEVICE != "cpu":
+            torch.cuda.synchronize()
+        np.testing.assert_array_equal(flags.numpy(), wanted[1])
+        np.testing.assert_array_equal(tokens.numpy(), wanted[0])
+    assert done.tolist() == [(1 << 40) + 5, 0] and counter.item() == 0
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -51,5 +60,5 @@ def test_equal_blocks_with_windows_by_slot_oldest_first(block):
 
 
 def test_a_step_without_tokens_launches_nothing():
-    pack(Windows(tokens=torch.zeros(1, dtype=torch.int32), positions=torch.zeros(1), before=torch.zeros(1, 3), count=0, requests=0),
-         torch.zeros(0, dtype=torch.int32), torch.zeros(0, dtype=torch.uint8))
+    windows = Windows(tokens=torch.zeros(1, dtype=torch.int32), positions=torch.zeros(1), before=torch.zeros(1, 3), count=0, requests=0)
+    assert windows.fill(torch.zeros(0, dtype=torch.int32), torch.zeros(0, dtype=torch.uint8), Mark(None, None, 1)) is False

@@ -268,6 +268,9 @@ def attach(state: Any, vllm_config: Any, model: Any, device: torch.device) -> No
         opening.check_hash(store, layers=hasher.layout.layer_ids, multipliers=hasher.multipliers.cpu().numpy(),
                            token_map=hasher.token_map.cpu().numpy())
         stager = Stager(store, {part._ssdgram_layer: part.staged_rows for part in layers}, timeout_s=settings.timeout_s)
+        like = {"tokens": torch.int32, "positions": torch.int64, "starts": torch.int32}
+        Windows(before=state.lookback_token_ids, count=1, requests=1,
+                **{name: torch.zeros(2, dtype=kind, device=device) for name, kind in like.items()}).load()
     except BaseException:
         store.close()
         raise
