@@ -49,9 +49,10 @@ def stream_kernel(x, kv, out, XS: tl.constexpr, KVS: tl.constexpr, BLOCK: tl.con
 def variants() -> list[Launch]:
     """Every variant of projection and gate that is tried, and the gathers before a projection."""
     gather = Gather(WHOLE)
-    projection = projects.Projection(torch.empty(N, K, dtype=torch.uint8), torch.empty(N // 32, K // 32, dtype=torch.uint8))
+    projection = projects.Projection(*(torch.empty(size, dtype=torch.uint8, device="cuda") for size in ((N, K), (N // 32, K // 32))))
     weight = torch.empty(STREAMS, WIDTH, dtype=torch.bfloat16)
-    return ([gather.launch("mxfp8", SLOTS, torch.uint8, 0, tile_for(tokens)) for tokens in (1, 64)]
+    return ([gather.launch(mode, SLOTS, dtype, 0, tile_for(tokens), True) for tokens in (1, 64)
+             for mode, dtype in (("mxfp8", torch.uint8), ("rows", torch.bfloat16))]
             + [projection.launch(cut) for cut in projects.CUT_CHOICES]
             + [gates.Gate(weight, weight).launch(cut, True) for cut in gates.CUT_CHOICES])
 
@@ -115,9 +116,9 @@ class ProjectionBench:
 
         def launch(number: int) -> None:
             if cut.kind == "codes":
-                self.gather(self.slots[number], self.codes, mode="mxfp8", scales=self.scales, dram=memory.data_ptr())
+                self.gather(self.slots[number], self.codes, mode="mxfp8", scales=self.scales, dram=memory.data_ptr(), overlap=True)
             else:
-                self.gather(self.slots[number], self.rows, dram=memory.data_ptr())
+                self.gather(self.slots[number], self.rows, dram=memory.data_ptr(), overlap=True)
             self.project(cut, number)
 
         return graph_us(launch, lambda: self.slots.random_(0, memory.numel() // WHOLE.stride))

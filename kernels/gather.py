@@ -17,8 +17,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
-from ssdgram.kernels.launch import Launch, aligned, next_power_of_two
+from ssdgram.kernels.launch import Launch, aligned, dependents, next_power_of_two
 
 ROWS, PACKED, MXFP8 = 0, 1, 2                                # what comes out
 BLOCK_SCALES, NO_SCALE, GLOBAL_SCALE = 0, 1, 2               # encodings: fp8 + ue8m0 per 32, bf16, fp8 with one scale
@@ -111,8 +112,10 @@ def gather_kernel(source, out, out_scales, counter, done, ticket_word, dram: tl.
                   HEADS: tl.constexpr, ORDERS: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr,
                   CODE_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr, STRIDE: tl.constexpr,
                   KIND: tl.constexpr, MODE: tl.constexpr, ENCODING: tl.constexpr, TICKET: tl.constexpr,
-                  CODE_P2: tl.constexpr, SCALE_P2: tl.constexpr, BLOCK: tl.constexpr, RULE: tl.constexpr):
+                  CODE_P2: tl.constexpr, SCALE_P2: tl.constexpr, BLOCK: tl.constexpr, RULE: tl.constexpr, OVERLAP: tl.constexpr):
     """One tile of BLOCK rows at a time; see the module's text and `Gather`."""
+    if OVERLAP:
+        gdc_launch_dependents()
     total = tokens * COLUMNS
     for tile in range(tl.program_id(0), tl.cdiv(total, BLOCK), tl.num_programs(0)):
         row = tile * BLOCK + tl.arange(0, BLOCK)
@@ -226,6 +229,7 @@ class Gather:
       done         int64 word, pinned: gets the ticket once all bundles were read. With `counter`, an int32 device word that is
                    zero (and is left zero) and belongs to one launch at a time.
       ticket       the number, or an int64 word (pinned or device) that holds it when the kernel runs (for graphs)
+      overlap      let the next kernel on the stream begin early, if it was launched as a dependent that waits (`Projection`)
 
     Values (spec A7): bf(fl32(e4m3(code) * 2^(scale - 127))), scale 0 = 2^-127, 255 = NaN, NaN codes NaN, -0 kept.
     """
@@ -240,15 +244,16 @@ class Gather:
 
     def __call__(self, source: torch.Tensor, out: torch.Tensor, *, mode: str = "rows", scales: torch.Tensor | None = None,
                  dram: int = 0, hbm: int = 0, counter: torch.Tensor | None = None, done: torch.Tensor | None = None,
-                 ticket: int | torch.Tensor = 0, tile: Tile | None = None) -> None:
+                 ticket: int | torch.Tensor = 0, tile: Tile | None = None, overlap: bool = False) -> None:
         by_word = isinstance(ticket, torch.Tensor)
         if out.dtype == torch.bfloat16 and self.bundles.encoding == "bf16":
             out = out.view(torch.uint8)                      # such rows are their own bytes
         key = (mode, source.shape, source.dtype, out.shape, out.dtype, None if scales is None else scales.shape, done is None,
-               counter is None, by_word, tile)
+               counter is None, by_word, tile, overlap)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plan(key, source, out, mode, scales, counter, done, 0 if done is None else 2 if by_word else 1, tile)
+            plan = self._plan(key, source, out, mode, scales, counter, done, 0 if done is None else 2 if by_word else 1, tile,
+                              overlap and dependents(out.device))
         if not (source.is_contiguous() and out.is_contiguous() and aligned(out)):
             raise ValueError("the bundles' addresses and out must be contiguous, out 16-byte aligned too")
         launch, programs = plan
@@ -257,20 +262,21 @@ class Gather:
                self._global_scale)
 
     def _plan(self, key: tuple[Any, ...], source: torch.Tensor, out: torch.Tensor, mode: str, scales: torch.Tensor | None,
-              counter: torch.Tensor | None, done: torch.Tensor | None, ticket: int, tile: Tile | None) -> tuple[Launch, int]:
+              counter: torch.Tensor | None, done: torch.Tensor | None, ticket: int, tile: Tile | None,
+              overlap: bool) -> tuple[Launch, int]:
         """Check what the next calls with the same shapes need not check again; the variant, and how many programs."""
         tokens = self._checked(source, out, mode, scales, counter, done)
         tile = tile or tile_for(tokens)
         tiles = -(-tokens * self.bundles.columns // tile.rows)
-        launch = self.launch(mode, SLOTS if source.dtype == torch.int32 else ADDRESSES, out.dtype, ticket, tile)
+        launch = self.launch(mode, SLOTS if source.dtype == torch.int32 else ADDRESSES, out.dtype, ticket, tile, overlap)
         if len(self._plans) >= 4096:
             self._plans.clear()
         self._plans[key] = launch, max(1, min(tiles, tile.programs or tiles))
         return self._plans[key]
 
-    def launch(self, mode: str, kind: int, dtype: torch.dtype, ticket: int, tile: Tile) -> Launch:
+    def launch(self, mode: str, kind: int, dtype: torch.dtype, ticket: int, tile: Tile, overlap: bool = False) -> Launch:
         """The compiled variant (see `launch.preload`)."""
-        key = (mode, kind, dtype, ticket, tile)
+        key = (mode, kind, dtype, ticket, tile, overlap)
         found = self._launches.get(key)
         if found is None:
             b = self.bundles
@@ -291,7 +297,7 @@ class Gather:
                 "SCALE_BYTES": b.scale_bytes, "STRIDE": b.stride, "KIND": kind, "MODE": number, "ENCODING": encoding,
                 "TICKET": ticket, "CODE_P2": next_power_of_two(b.code_bytes),
                 "SCALE_P2": next_power_of_two(max(1, b.scale_bytes)), "BLOCK": tile.rows,
-                "RULE": SCALE_RULES[b.scale_rule]}, warps=tile.warps)
+                "RULE": SCALE_RULES[b.scale_rule], "OVERLAP": overlap}, warps=tile.warps)
             self._launches[key] = found
         return found
 

@@ -116,6 +116,11 @@ def preload(device: torch.device | int | None, launches: Iterable[Launch]) -> in
     return count
 
 
+def dependents(device: torch.device) -> bool:
+    """Whether kernels there may begin before the kernel before them has ended (programmatic dependent launch: Hopper and newer)."""
+    return device.type == "cuda" and not interpreted() and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def interpreted() -> bool:
     """Whether kernels run under Triton's interpreter."""
     return bool(triton.knobs.runtime.interpret)

@@ -10,6 +10,10 @@ For few tokens this is one pass over the weights (157 MB), so everything else mu
     rows_kernel    x as bfloat16 rows; the weights are scaled into bfloat16 (exactly) on their way to the tensor cores.
                    Work per weight does not grow with the tokens: better from about 32 up.
 
+On Hopper and newer both are launched as dependents of the kernel before them: they begin while it still runs, ask for their first
+weights (which nobody writes) into the L2 cache, and wait for its end before they touch anything else. So a gather that says early
+that dependents may begin (`Gather(..., overlap=True)`) costs little more than its launch.
+
 Sums are float32. It knows nothing of caches, and of bundles only their layout. Invariant: every weight byte is read once per
 BLOCK_T tokens.
 """
@@ -21,9 +25,10 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from ssdgram.kernels.gather import Bundles, scale_value
-from ssdgram.kernels.launch import Launch, aligned, next_power_of_two
+from ssdgram.kernels.launch import Launch, aligned, dependents, next_power_of_two
 
 BLOCK = 32                                                   # values per scale, of weights and of activations
 CODES, ADDRESSES = 0, 1
@@ -36,6 +41,21 @@ def share(tile, STEPS: tl.constexpr, TOTAL: tl.constexpr):  # type: ignore[no-un
     begin = tl.program_id(0) * TOTAL // tl.num_programs(0)
     end = (tl.program_id(0) + 1) * TOTAL // tl.num_programs(0)
     return tl.maximum(begin - tile * STEPS, 0), tl.minimum(end - tile * STEPS, STEPS)
+
+
+@triton.jit
+def begin_early(weight, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr, AHEAD: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Ask for the weights of this program's first AHEAD steps, then wait for the kernel before this one."""
+    STEPS: tl.constexpr = (K // 32 + BLOCKS - 1) // BLOCKS
+    TOTAL: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N * STEPS
+    tile = tl.program_id(0) * TOTAL // tl.num_programs(0) // STEPS
+    first, last = share(tile, STEPS, TOTAL)
+    n = tl.minimum(tile * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
+    size = tl.minimum(tl.minimum(last - first, AHEAD) * BLOCKS * 32, K - first * BLOCKS * 32)
+    at = (weight + n * K + first * BLOCKS * 32).to(tl.int64)
+    tl.inline_asm_elementwise("cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [at, size], dtype=tl.int32,
+                              is_pure=False, pack=1)
+    gdc_wait()
 
 
 @triton.jit
@@ -93,12 +113,14 @@ def row_place(column, base0, base1, base2, base3, HEADS: tl.constexpr, ORDERS: t
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["addresses"])
 def codes_kernel(weight, factors, codes, code_scales, addresses, out, partial, locks, tokens: tl.int32,  # type: ignore[no-untyped-def]
                  N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_T: tl.constexpr,
-                 SHARED: tl.constexpr, EVEN: tl.constexpr, SOURCE: tl.constexpr, HEADS: tl.constexpr, ORDERS: tl.constexpr,
-                 DIM: tl.constexpr):
+                 SHARED: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr, SOURCE: tl.constexpr, HEADS: tl.constexpr,
+                 ORDERS: tl.constexpr, DIM: tl.constexpr):
     """The share of program_id(0) in all tiles of BLOCK_N rows of the weight, for tokens program_id(1) * BLOCK_T .."""
     KB: tl.constexpr = K // 32
     STEPS: tl.constexpr = (KB + BLOCKS - 1) // BLOCKS
     TOTAL: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N * STEPS
+    if AHEAD > 0:
+        begin_early(weight, N, K, BLOCK_N, BLOCKS, AHEAD)
     t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     block = tl.arange(0, BLOCKS)
     lane = tl.arange(0, 32)
@@ -166,12 +188,14 @@ def codes_kernel(weight, factors, codes, code_scales, addresses, out, partial, l
 @triton.jit(do_not_specialize=["tokens"])
 def rows_kernel(weight, factors, rows, out, partial, locks, tokens: tl.int32,  # type: ignore[no-untyped-def]
                 N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_T: tl.constexpr,
-                SHARED: tl.constexpr, EVEN: tl.constexpr):
+                SHARED: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr):
     """As codes_kernel, with BLOCK_K = 32 * BLOCKS values of k a step."""
     KB: tl.constexpr = K // 32
     STEPS: tl.constexpr = (KB + BLOCKS - 1) // BLOCKS
     TOTAL: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N * STEPS
     BLOCK_K: tl.constexpr = BLOCKS * 32
+    if AHEAD > 0:
+        begin_early(weight, N, K, BLOCK_N, BLOCKS, AHEAD)
     t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     inner = tl.arange(0, BLOCK_K)
     block = tl.arange(0, BLOCKS)
@@ -225,6 +249,7 @@ class Cut:
     split: int = 1
     programs: int = 0
     registers: int = 0                                       # a limit on registers per thread, for more programs at a time
+    ahead: int = 4                                           # steps whose weights are asked for before the kernel before has ended
 
 
 # Measured choices (docs/lab-log.md): the first entry whose token count is not below T. bench/gpu.py --tune tries CUT_CHOICES.
@@ -274,6 +299,7 @@ class Projection:
         bits = self.scales.to(torch.int16) << 7              # the scales as bf16 bits: 0 is 2^-127 (subnormal), 255 is NaN
         bits = torch.where(self.scales == 0, 0x0040, torch.where(self.scales == 255, 0x7FC0, bits))
         self.factors = bits.to(torch.int16).contiguous()
+        self._early = dependents(self.weight.device)
         self._launches: dict[tuple[Cut, Bundles | None, torch.dtype, torch.dtype], Launch] = {}
         self._shared: dict[tuple[Cut, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -319,8 +345,10 @@ class Projection:
             blocks, programs = self.k // BLOCK, self._grid(cut, 1)[0]
             constants = {"N": self.n, "K": self.k, "BLOCK_N": cut.block_n, "BLOCKS": cut.blocks, "BLOCK_T": cut.block_t,
                          "SHARED": programs > -(-self.n // cut.block_n) or (cut.programs > 0 and programs > 1),
-                         "EVEN": self.n % cut.block_n == 0 and blocks % cut.blocks == 0}
+                         "EVEN": self.n % cut.block_n == 0 and blocks % cut.blocks == 0, "AHEAD": cut.ahead * self._early}
             options: dict[str, int] = {"warps": cut.warps, "stages": cut.stages}
+            if self._early and cut.ahead:
+                options["launch_pdl"] = True
             if cut.registers:
                 options["maxnreg"] = cut.registers
             ends = [out, torch.float32, torch.int32, 1]

@@ -150,8 +150,9 @@ class CudaSide:
                                for mode, dtype in (("rows", torch.bfloat16), ("packed", torch.uint8)) for ticket in (1, 2)
                                if mode == "packed" or g.bundles.encoding != "nvfp4"),
                              self._promote.launch, mark_launch(1)])
+            counter = self.counters[rows * layers:rows * layers + 1]
             self._copier = threading.Thread(target=_copy_loop, name="ssdgram-copier", daemon=True, args=(
-                plan, state, device, self._promote, self.counters[rows * layers:rows * layers + 1], self.slab, self.hbm.data_ptr())) if hbm_slots else None
+                plan, state, device, self._promote, counter, self.slab, self.hbm.data_ptr())) if hbm_slots else None
         if self._copier is not None:
             self._copier.start()
 

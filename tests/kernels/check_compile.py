@@ -47,6 +47,16 @@ def test_projection_uses_the_tensor_cores_and_pipelines_its_loads(cut):
     assert ("mma.sync" if cut.kind == "codes" else "wgmma.mma_async") in ptx
     if cut.kind == "codes":
         compiled(projection.launch(cut, WHOLE))
+    projection = Projection(projection.weight, projection.scales)
+    projection._early = True                                 # as on a GPU
+    ptx = compiled(projection.launch(cut))
+    before, after = ptx.index("cp.async.bulk.prefetch.L2"), ptx.index("ld.global")
+    assert before < ptx.index("griddepcontrol.wait") < min(after, ptx.index("cp.async.cg.shared.global"))
+
+
+def test_a_gather_lets_its_dependents_begin():
+    launch = Gather(WHOLE).launch("mxfp8", SLOTS, torch.uint8, 0, TILES[0][1], True)
+    assert "griddepcontrol.launch_dependents" in compiled(launch)
 
 
 def test_the_others():
