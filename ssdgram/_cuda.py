@@ -281,7 +281,7 @@ class CudaSide:
         stream = raw_stream(torch.cuda.current_device())
         before = batch._events.get(index)
         if before is not None and before != stream:          # the word counts launches: they have to finish in order
-            torch.cuda.current_stream().wait_stream(torch.cuda.ExternalStream(before) if before else torch.cuda.default_stream())
+            wait_for_stream(before)
         batch._events[index] = stream
         place = batch._row * len(batch._ready) + index
         counter, word, address = self._views.get(place) or self._view(place)
@@ -323,6 +323,11 @@ class CudaSide:
         self._unregister()
         self.hbm = self.counters = None  # type: ignore[assignment]
         self.slab_memory = None
+
+
+def wait_for_stream(handle: int) -> None:
+    """The current stream goes on when all that was launched on the stream of that handle has ended."""
+    torch.cuda.current_stream().wait_stream(torch.cuda.ExternalStream(handle) if handle else torch.cuda.default_stream())
 
 
 def device_address(address: int) -> int:

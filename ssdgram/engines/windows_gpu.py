@@ -24,7 +24,8 @@ BLOCK = 128
 @triton.jit(do_not_specialize=["ticket", "count", "requests", "row_stride", "steps", "image", "images_from"],
             do_not_specialize_on_alignment=["tokens", "positions", "before", "starts", "rows", "out", "out_flags", "counter", "done"])
 def pack_kernel(tokens, positions, before, starts, rows, out, out_flags, counter, done, ticket: tl.int64,  # type: ignore[no-untyped-def]
-                count: tl.int32, requests: tl.int32, row_stride: tl.int32, steps: tl.int32, image: tl.int64, images_from: tl.int64, DEPTH: tl.constexpr, UNIFORM: tl.constexpr,
+                count: tl.int32, requests: tl.int32, row_stride: tl.int32, steps: tl.int32, image: tl.int64, images_from: tl.int64,
+                DEPTH: tl.constexpr, UNIFORM: tl.constexpr,
                 BY_ROW: tl.constexpr, NEWEST_FIRST: tl.constexpr, MARK: tl.constexpr, BLOCK: tl.constexpr):
     """See the module's text. UNIFORM: tokens of every request, 0: `starts` says. Flags: 1 takes part, 2 starts, 4 output."""
     flat = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -273,7 +273,7 @@ RULES = (
          "        if False:\n            return False",
          ("test_store_gpu.py::test_slots_are_not_given_back_before_the_gpu_has_read_them",), gpu=True),
     Rule(1, "one batch's gathers on two streams end in order", "ssdgram/_cuda.py",
-         "            stream.wait_stream(before)", "            pass",
+         "            wait_for_stream(before)", "            pass",
          ("test_store_gpu.py::test_one_batchs_gathers_on_two_streams_end_in_order",), gpu=True),
     Rule(2, "a copy in HBM is made when the GPU says so", "ssdgram/_hbm_tier.py",
          "        if atomic_load(plan.copy_word, 0) < control[C_COPY_REQUESTED]:", "        if False:",
