@@ -31,8 +31,8 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/python -m ssdgram demo
 
-# One process; `make test JOBS=4` runs four, a test file each at a time.
-JOBS ?= 1
+# A process a core, four at the most, a test file each at a time; `make test JOBS=1` runs all in one.
+JOBS ?= $(shell cores=$$(nproc 2>/dev/null || echo 1); echo $$((cores < 4 ? cores : 4)))
 test: $(READY)
 	$(PYTEST) -q $(if $(filter-out 0 1,$(JOBS)),-n $(JOBS) --dist loadfile) -m "not gpu and not engines" $(ARGS)
 

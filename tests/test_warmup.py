@@ -4,8 +4,10 @@ import os
 import subprocess
 import sys
 
+import numba
 import pytest
 from click.testing import CliRunner
+from numba.core import event
 
 from ssdgram import warmup
 from ssdgram._compiled import CACHE_FOLDER
@@ -30,14 +32,25 @@ def test_a_second_run_compiles_nothing(first, tmp_path):
     assert [done.functions for done in warmup.warm_up(tmp_path)] == [0] * len(first)
 
 
+def test_what_is_compiled_is_counted():
+    """Other processes fill the same folder meanwhile, so the files there are not what counts."""
+    function = numba.njit(lambda x: x + 1)
+    function.py_func.__module__ = "ssdgram.made_up"
+    with event.install_listener("numba:compile", warmup.Compilations()) as compilations:
+        assert function(1) == 2 and function(2) == 3
+        assert numba.njit(lambda x: x + 2)(1) == 3           # not ours
+    assert compilations.count == 1
+
+
 def test_what_a_new_process_opens_is_all_there(first, tmp_path):
-    """Open, prefetch, rows in a process of its own add nothing to the compiled code: warm-up left nothing out."""
+    """Open, prefetch, rows in a process of its own compile nothing: warm-up left nothing out."""
     program = f"""
-import pathlib, ssdgram
+import pathlib
+from numba.core import event
 from ssdgram import warmup
-before = warmup.functions()
-warmup._serve_once(warmup.KINDS["PLE, bf16"], pathlib.Path({str(tmp_path)!r}))
-print(warmup.functions() - before)
+with event.install_listener("numba:compile", warmup.Compilations()) as compilations:
+    warmup._serve_once(warmup.KINDS["PLE, bf16"], pathlib.Path({str(tmp_path)!r}))
+print(compilations.count)
 """
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=280)
     assert answer.stdout == "0\n", answer.stderr
