@@ -8,10 +8,11 @@ import threading
 
 import numpy as np
 import pytest
-from made_stores import QUICK, assert_served, quiet
+from made_stores import QUICK, assert_served, clear_faults, quiet, reading, set_fault, until
 
 import ssdgram
 from ssdgram import _plan_state as p
+from ssdgram._state import FAULT_STALL
 from ssdgram.store import default_crew
 
 CREW = dataclasses.replace(QUICK, crew=3)
@@ -74,6 +75,24 @@ def test_mixed_batches_under_pressure(engram, served, slots):
         with store.prefetch(text) as batch:
             assert_served(engram, store, batch, text)
     assert jobs(store) > 0
+
+
+def test_bundles_that_are_being_read_are_left_to_the_planner(engram, served):
+    """They are in the directory like the others, but no layer is ready before they are."""
+    store = served(engram, dram=engram.dram_for(60_000, tuning=CREW), tuning=CREW)
+    known, new = engram.tokens(1000, 1), engram.tokens(60, 2)
+    warmed(store, known)
+    set_fault(store, FAULT_STALL)
+    first = store.prefetch(new)
+    assert until(lambda: reading(store))
+    text, before = np.concatenate([known, new, known]), jobs(store)
+    batch = store.prefetch(text)
+    assert until(lambda: store._plan.words[batch._base + p.W_STAGE] == p.WAITING)
+    assert jobs(store) > before
+    assert not any(store._plan.words[batch._base + p.W_LAYER + layer] for layer in range(len(store.layers)))
+    clear_faults(store)
+    with first, batch:
+        assert_served(engram, store, batch, text)
 
 
 def test_lookback_and_sequences_meet_chunk_borders(engram, served):
