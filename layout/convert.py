@@ -27,7 +27,7 @@ from ssdgram.layout.files import check_stripe, load_token_map, resolve, write_st
 from ssdgram.layout.format import PAGE_BYTES, rows_per_page
 from ssdgram.layout.generation import generation_of
 from ssdgram.layout.journal import Journal
-from ssdgram.layout.manifest import MANIFEST, ColumnFile, Manifest, SourceTensor, TokenMapFile, sync_folder
+from ssdgram.layout.manifest import JOURNAL, MANIFEST, ColumnFile, Manifest, SourceTensor, TokenMapFile, sync_folder
 from ssdgram.layout.places import Place, places
 from ssdgram.layout.source import RowSource, Shards, open_sources
 from ssdgram.token_map import map_digest
@@ -132,6 +132,8 @@ class _Plan:
         if (self.out / MANIFEST).exists():
             manifest = self._finished_store()
             if manifest is not None:
+                if (self.out / JOURNAL).exists():            # killed between the manifest and the journal's end
+                    Journal(self.out, self.generation, self.stripes, {}).remove()
                 return manifest
             self.check_room()
             self.check_tokenizer()

@@ -219,6 +219,14 @@ def test_a_missing_file_of_a_finished_store_is_written_again(ckpt, tmp_path):
     assert not (out / "conversion.journal").exists()
 
 
+def test_a_journal_that_outlived_the_manifest_is_removed(ckpt, tmp_path):
+    """A run was killed between publishing the manifest and removing the journal."""
+    first = convert(ckpt, tmp_path / "out")
+    journal = tmp_path / "out" / "conversion.journal"
+    journal.write_text('{"format": 1}')
+    assert convert(ckpt, tmp_path / "out") == first and not journal.exists()
+
+
 def test_an_unmounted_stripe_is_not_written_again(ckpt, tmp_path):
     stripes = [tmp_path / "a", tmp_path / "b"]
     convert(ckpt, tmp_path / "out", stripe=stripes)
