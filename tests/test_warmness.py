@@ -5,13 +5,16 @@ import mmap
 import os
 import re
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from ssdgram.bench.material import Material, make
-from ssdgram.bench.warmness import bars, cells, document, meter, report, sizes, stand_in, steps, text
+from ssdgram.bench.warmness import bars, cells, document, meter, report, sizes, stand_in, states, steps, text
+from ssdgram.bench.warmness import run as run_module
+from ssdgram.bench.warmness.placements import Ssdgram
 from ssdgram.bench.warmness.run import Options, run
 from ssdgram.cli import main
 from ssdgram.errors import ConfigError
@@ -217,7 +220,8 @@ def test_the_imagined_device_runs_what_is_launched_and_waits_for_what_is_not(mon
 
 def test_every_cpu_placement_is_measured_and_the_others_are_said_not_to_be(result):
     assert result["checked"] == {"ssdgram": "equal", "dram-copy": "equal", "ssd-mmap": "equal", "ssd-pread": "equal"}
-    assert set(result["not_run"]) == {"hbm", "dram-uva"} and all("GPU" in entry["why"] for entry in result["not_run"].values())
+    assert set(result["not_run"]) == {"hbm", "dram-uva", "ssdgram-hbm"}
+    assert all("GPU" in entry["why"] for entry in result["not_run"].values())
     measured = {(cell["placement"], cell["warmness"], cell["tokens"]) for cell in result["cells"] if cell["status"] == "ok"}
     for warmness in sizes.WARMNESS:
         batches = (8, 64) if warmness == "mixed" else (1, 8, 64)                 # one position has no halves
@@ -271,6 +275,74 @@ def test_a_placement_that_fails_says_so_and_the_others_go_on(made, cut, tmp_path
     assert "give --checkpoint" in found["not_run"]["ssd-mmap"]["why"]
     assert found["not_run"]["ssd-pread"] == {"status": "failed", "why": "ZeroDivisionError: of all things"}
     assert {cell["status"] for cell in found["cells"] if cell["placement"] == "ssdgram"} == {"ok"}
+
+
+class Hot(Ssdgram):
+    """What ssdgram-hbm is on a GPU: a second store, in warm states alone."""
+
+    name, states, heated = "ssdgram-hbm", ("warm",), True
+
+
+def run_with(monkeypatch, made, cut, folder, second, **wanted):
+    original = run_module._placements
+
+    def more(options, table, text_, hbm, stack):
+        found, _ = original(options, table, text_, hbm, stack)
+        found[second.name] = second(found["ssdgram"].geometry, found["ssdgram"].landing, table.paths)
+        return found, {}
+
+    monkeypatch.setattr(run_module, "_placements", more)
+    cut.trace.save(folder / "t")
+    options = Options(folder=folder / "work", sizes=SMALL, store=made.out, checkpoint=made.checkpoint, trace=folder / "t", dram=64 << 20,
+                      placements=("ssdgram",), **wanted)
+    return run(options, say=lambda line: None)
+
+
+def test_two_stores_side_by_side_in_the_states_that_they_take_part_in(made, cut, tmp_path, monkeypatch):
+    found = run_with(monkeypatch, made, cut, tmp_path, Hot, warmness=("cold", "warm"))
+    states = {(cell["placement"], cell["warmness"]): cell["status"] for cell in found["cells"]}
+    assert states == {("ssdgram", "cold"): "ok", ("ssdgram", "warm"): "ok", ("ssdgram-hbm", "warm"): "ok"}
+    rows = {(row["placement"], row["warmness"]): row["status"] for row in found["step"]["rows"]}
+    assert rows == {("none", "cold"): "ok", ("none", "warm"): "ok"} | states
+
+
+def test_a_store_that_cannot_be_opened_does_not_lose_the_others(made, cut, tmp_path, monkeypatch):
+    class Broken(Hot):
+        hbm = 0
+
+        def lookup(self, step):                              # after the rows were compared
+            self.hbm = 1 << 20
+            return super().lookup(step)
+
+    found = run_with(monkeypatch, made, cut, tmp_path, Broken, warmness=("warm",))
+    for row in [*found["cells"], *found["step"]["rows"]]:
+        assert row["status"] == ("failed" if row["placement"] == "ssdgram-hbm" else "ok"), row
+    assert {cell["why"] for cell in found["cells"] if cell["status"] == "failed"} == {
+        "its store could not be opened: ConfigError: hbm=1048576 bytes with device='cpu': an HBM tier needs a CUDA device"}
+
+
+def test_heating_ends_when_all_is_there_or_nothing_moves(cut, monkeypatch):
+    def rounds_until(shares):
+        asked, served = [], {("dram", 2): 0, ("hbm", 2): 0}
+
+        class Store:
+            def stats(self):
+                return SimpleNamespace(hits=dict(served))
+
+        def load(store, pieces):
+            share = shares[min(len(asked), len(shares) - 1)]
+            asked.append(sum(map(len, pieces)))
+            served["hbm", 2] += round(100 * share)
+            served["dram", 2] += round(100 * (1 - share))
+
+        monkeypatch.setattr(states, "load", load)
+        return states.States(None, None, cut, 0, "cuda").heat(Store(), (0, 512)), asked
+
+    share, asked = rounds_until([0, 0, 0.5, 0.9, 1.0])
+    assert share == 1 and asked == [512] * 5
+    share, asked = rounds_until([0, 0, 0, 0, 0, 0, 0.5, 0.5])
+    assert share == 0.5 and len(asked) == 7 + states.IDLE_ROUNDS
+    assert len(rounds_until([0])[1]) == states.ROUNDS
 
 
 # ---------------------------------------------------------------- what is written
@@ -331,13 +403,14 @@ def test_bars_compare_what_they_say():
                 "tokens_s": tokens_s, "stable": False}
 
     made = {"cells": [cell("ssdgram", "cold", 500.0), cell("ssd-mmap", "cold", 100.0), cell("ssdgram", "warm", 999.0),
-                      cell("ssd-mmap", "warm", 100.0)],
+                      cell("ssd-mmap", "warm", 100.0), cell("ssdgram-hbm", "warm", 1000.0)],
             "step": {"rows": [loop("ssdgram", True, 98.9), loop("hbm", True, 100.0), loop("dram-uva", True, 98.9),
-                              loop("dram-uva", False, 98.0)]},
+                              loop("dram-uva", False, 98.0), loop("ssdgram-hbm", True, 90.0), loop("ssdgram-hbm-frame", True, 99.0)]},
             "budget": {"share": 0.125}}
-    assert [bar["ok"] for bar in bars.bars(made)] == [True, False, False, False, True, None, None, None, None]
+    assert [bar["ok"] for bar in bars.bars(made)] == [True, False, True, False, None, False, True, True, None, True, True, *[None] * 9]
+    assert bars.bars(made)[7]["what"].startswith("warm ssdgram-hbm-frame over hbm")
     made["budget"]["share"] = 0.2
-    assert [bar["ok"] for bar in bars.bars(made)][2:5] == [None] * 3
+    assert [bar["ok"] for bar in bars.bars(made)][3:] == [None] * 17
 
 
 def test_the_command_refuses_what_it_does_not_know():

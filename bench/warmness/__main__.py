@@ -4,9 +4,10 @@
     ssdgram bench warmness --quick --folder DIR --out REPORT         a small table made for the run, three minutes on two cores
 
 Without STORE a table of made-up rows in the real layout is made in --folder, on the drive that is to be measured, and deleted
-afterwards. Placements: hbm, dram-uva (a GPU reads pinned rows), dram-copy, ssd-mmap, ssd-pread, ssdgram. States: cold (nothing
-resident), mixed (half of each step is resident), steady (after one half of the text, measured on the other), warm (everything
-resident). --out gets report.html (self-contained), report.json, cells.csv, steps.csv and the plots as PNG.
+afterwards. Placements: hbm, dram-uva (a GPU reads pinned rows), dram-copy, ssd-mmap, ssd-pread, ssdgram, ssdgram-hbm (warm, with its
+hot set in GPU memory too). States: cold (nothing resident), mixed (half of each step is resident), steady (after one half of the
+text, measured on the other), warm (everything resident). A lookup is from token ids in host memory to the rows of all layers, on the
+GPU if there is one. --out gets report.html (self-contained), report.json, cells.csv, steps.csv and the plots as PNG.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import click
               help="A token trace (ssdgram trace build); default: code and prose of this machine.")
 @click.option("--tokens", type=click.IntRange(4096), help="Tokens of the trace to use.")
 @click.option("--dram", help="SSDGram's memory budget; default: 1/8 of the table.")
-@click.option("--hbm", default="0", show_default=True, help="SSDGram's budget of GPU memory.")
+@click.option("--hbm", help="GPU memory of ssdgram-hbm, 0: without that placement; default: 1/32 of the table.")
 @click.option("--queue", default="auto", show_default=True, type=click.Choice(["auto", "uring", "threads", "gds"]))
 @click.option("--placement", "placements", multiple=True, help="Only these; may be given many times.")
 @click.option("--warmness", multiple=True, type=click.Choice(["cold", "mixed", "steady", "warm"]), help="Only these.")
@@ -42,7 +43,7 @@ import click
 @click.option("--force-filler", is_flag=True, help="Take a trace that repeats itself; the report says so.")
 @click.option("--keep", is_flag=True, help="Leave the made table for the next run.")
 def main(store: Path | None, checkpoint: Path | None, folder: Path, out: Path, quick: bool, device: str, rows: int | None,
-         trace: Path | None, tokens: int | None, dram: str | None, hbm: str, queue: str, placements: tuple[str, ...],
+         trace: Path | None, tokens: int | None, dram: str | None, hbm: str | None, queue: str, placements: tuple[str, ...],
          warmness: tuple[str, ...], decode: str | None, prefill: str | None, step: bool, layer_us: str | None,
          limit_s: float | None, force_filler: bool, keep: bool) -> None:
     """Parse, run, report."""
@@ -60,7 +61,7 @@ def main(store: Path | None, checkpoint: Path | None, folder: Path, out: Path, q
     sizes = preset.changed(rows=rows, trace_tokens=tokens, decode=_numbers(decode, "--decode"), prefill=_numbers(prefill, "--prefill"),
                            limit_s=limit_s)
     result = run(Options(folder=folder, sizes=sizes, store=store, checkpoint=checkpoint, trace=trace, device=device, queue=queue,
-                         dram=parse_size(dram, "--dram") if dram else None, hbm=parse_size(hbm, "--hbm"),
+                         dram=parse_size(dram, "--dram") if dram else None, hbm=parse_size(hbm, "--hbm") if hbm else None,
                          placements=placements or NAMES, warmness=warmness or WARMNESS, force_filler=force_filler, keep=keep,
                          step=step, layer_us=_times(layer_us)),
                  say=lambda text: click.echo(f"  {text}"))

@@ -4,8 +4,9 @@
     dram-uva    the same lookup over a pinned table, row by row over PCIe, on a side stream if it is begun ahead (as vLLM does)
 
 The lookup is vLLM 0.33.0's own kernel if its file is there (bench/peers/vllm_lookup.py), else the one below; the report says which.
-What the CPU placements gather lands in pinned memory, is copied, and becomes bf16 in torch. Every result is bfloat16
-[T, columns, dim] on the device. Invariant: nothing here is imported on a machine without a GPU.
+Both hash on the GPU, with our kernel, to int32 ids [T, layers, columns], which is where vLLM's own hash puts them. What the CPU
+placements gather lands in pinned memory, is copied, and becomes bf16 in torch. Every result is bfloat16 [T, columns, dim] on the
+device. Invariant: nothing here is imported on a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -37,21 +38,25 @@ from ssdgram.bench.warmness.text import Step
 from ssdgram.errors import ConfigError, UnavailableError
 from ssdgram.geometry import Geometry
 from ssdgram.kernels.gather import scale_value
+from ssdgram.kernels.hash import OUTPUT, PLE_RULE
+from ssdgram.kernels.hash_gpu import NO_FAULT, Hash
+from ssdgram.kernels.launch import Launch
 from ssdgram.layout.manifest import Manifest
 
 SORTED_FROM = 256                                            # tokens from which vLLM's pinned lookup is faster with sorted ids
 COPY_BYTES = 1 << 26
+LOOKED_S = 0.02                                              # until the planner has looked at what callers gave back, with room
 BLOCK = 16
 
 
 class DeviceLanding(Landing):
     """Pinned buffers, and the rows of every layer on the device, bfloat16 [most * columns, dim]."""
 
-    def __init__(self, geometry: Geometry, most: int, device: torch.device) -> None:
+    def __init__(self, geometry: Geometry, token_map: np.ndarray | None, most: int, device: torch.device) -> None:
         if geometry.encoding != "fp8_ue8m0":
             raise ConfigError(f"rows are {geometry.encoding}: on a GPU this bench knows fp8_ue8m0 (DeepSeek-V4.1) alone")
         self.device, self._pinned = device, []               # type: ignore[var-annotated]
-        super().__init__(geometry, most)
+        super().__init__(geometry, token_map, most)
         count, layers = most * geometry.columns, len(geometry.layers)
         self.rows = [torch.zeros(count, geometry.row_dim, dtype=torch.bfloat16, device=device) for _ in range(layers)]
         self._inverse = [torch.zeros(count, dtype=torch.int64).pin_memory() for _ in range(layers)]
@@ -115,12 +120,13 @@ class PinnedTable(HostTable):
 
 
 @triton.jit
-def rows_kernel(codes, scales, ids, out, count, DIM: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rows ids[0 .. count) of a table, one after the other, as bf16."""
+def rows_kernel(codes, scales, ids, out, count, stride, COLUMNS: tl.constexpr, DIM: tl.constexpr,  # type: ignore[no-untyped-def]
+                BLOCK: tl.constexpr):
+    """The first `count` rows of ids [T, COLUMNS], `stride` entries from one token to the next, one after the other, as bf16."""
     for tile in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
         row = tile * BLOCK + tl.arange(0, BLOCK)
         inside = row < count
-        number = tl.load(ids + row, mask=inside, other=0).to(tl.int64)
+        number = tl.load(ids + row // COLUMNS * stride + row % COLUMNS, mask=inside, other=0).to(tl.int64)
         lane = tl.arange(0, DIM)
         part = tl.arange(0, DIM // 32)
         code = tl.load(codes + number[:, None] * DIM + lane[None, :], mask=inside[:, None], other=0)
@@ -138,13 +144,53 @@ class OwnLookup:
         self.programs = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
     def __call__(self, ids: torch.Tensor, out: torch.Tensor) -> None:
-        """ids int32 [T, columns] -> out bfloat16 [T, columns, dim]."""
+        """ids int32 [T, columns], of every token one behind the other -> out bfloat16 [T, columns, dim]."""
         grid = min(triton.cdiv(ids.numel(), BLOCK), self.programs)
-        rows_kernel[(grid,)](self.codes, self.scales, ids, out, ids.numel(), DIM=self.codes.shape[1], BLOCK=BLOCK)
+        rows_kernel[(grid,)](self.codes, self.scales, ids, out, ids.numel(), ids.stride(0), COLUMNS=ids.shape[1],
+                             DIM=self.codes.shape[1], BLOCK=BLOCK)
+
+
+class GpuRowIds:
+    """Flat tokens on the device to row ids there, by our hash kernel: one launch for all layers."""
+
+    def __init__(self, geometry: Geometry, token_map: np.ndarray | None, most: int, device: torch.device) -> None:
+        table = geometry.checked_map(token_map)
+        self.hash = Hash(geometry.multiplier_array, geometry.prime_array, geometry.offset_array, fill=geometry.fill(table),
+                         vocabulary=geometry.vocabulary(table), token_map=table if len(table) else None,
+                         rule="ple" if geometry.rule == PLE_RULE else "engram", device=device)
+        words = [torch.int32, torch.uint8, torch.int32, torch.int32] + [torch.int64] * 4 + [torch.int32, torch.int32, 1, 1, 1]
+        compiled = self.hash.launch(False, True)
+        self._launch = Launch(compiled.kernel, words, compiled.constants, warps=2)       # the same, but for rows of int32
+        self._rows = torch.empty(most, self.hash.layers, self.hash.columns, dtype=torch.int32, device=device)
+        self._fault = torch.full([1], NO_FAULT, dtype=torch.int32, device=device)
+
+    def __call__(self, flat: torch.Tensor, length: int, count: int) -> torch.Tensor:
+        """int32 [count, layers, columns] of `packed` tokens on the device; valid until the next call."""
+        tokens, ranks, flags = parts(flat, length)
+        h = self.hash
+        self._launch((-(-length // h.BLOCK), h.layers), tokens, flags, ranks, flags if h.token_map is None else h.token_map, h.multipliers,
+                     h.primes, h.offsets, h.multipliers, self._rows, self._fault, length, h.fill, h.vocabulary)
+        return self._rows[:count]
+
+
+def packed(step: Step) -> torch.Tensor:
+    """A step's flat tokens (int32), the running count of those that have rows (int32) and their flags (uint8) in one buffer."""
+    tokens, flags = step.sequence.flat_tokens, step.sequence.flat_flags
+    ranks = np.cumsum((flags & OUTPUT) != 0, dtype=np.int32)
+    return torch.from_numpy(np.concatenate([tokens.view(np.uint8), ranks.view(np.uint8), flags]))
+
+
+def parts(flat: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, ranks and flags of a `packed` buffer."""
+    return flat[:4 * length].view(torch.int32), flat[4 * length:8 * length].view(torch.int32), flat[8 * length:]
 
 
 class RowLookup(Placement):
-    """A lookup kernel over a whole table, wherever its tensors are. Ids are on the device beforehand."""
+    """A lookup kernel over a whole table, wherever its tensors are.
+
+    A lookup brings the tokens to the device in one copy and hashes them there. In the step model they are there already, as an
+    engine's are, and the hash alone is in its time.
+    """
 
     on_host = False
 
@@ -154,20 +200,33 @@ class RowLookup(Placement):
         self.kernel = "vLLM 0.33.0" if module is not None else "ours, row by row"
         self._lookups: list[Any] = [OwnLookup(*table) if module is None else Lookup(module, *table) for table in tables]
         self._sorts = pinned and module is not None
-        self._pinned, self._ids = pinned, {}                 # type: ignore[var-annotated]
+        self._pinned, self._tokens = pinned, {}              # type: ignore[var-annotated]
         self._device, self._rows = landing.device, landing.rows
         self._stream = torch.cuda.Stream(landing.device)
+        self._hash = GpuRowIds(geometry, landing.row_ids.token_map, landing.most, landing.device)
         self.bytes = sum(codes.numel() + scales.numel() for codes, scales in tables)
 
     def prepare(self, steps: list[Step]) -> None:
         for step in steps:
-            if id(step) not in self._ids:
-                self._ids[id(step)] = step, [torch.from_numpy(ids.astype(np.int32)).to(self._device) for ids in step.ids]
+            if id(step) not in self._tokens:
+                host = packed(step).pin_memory()
+                self._tokens[id(step)] = step, host, host.to(self._device)
+
+    def lookup(self, step: Step) -> float:
+        begin = time.perf_counter()
+        if id(step) not in self._tokens:
+            self.prepare([step])
+        _, host, there = self._tokens[id(step)]
+        there.copy_(host, non_blocking=True)
+        super().lookup(step)
+        return time.perf_counter() - begin
 
     def gather(self, step: Step, layer: int) -> None:
-        if id(step) not in self._ids:
+        if id(step) not in self._tokens:
             self.prepare([step])
-        ids = self._ids[id(step)][1][layer]
+        if layer == 0:
+            self._hashed = self._hash(self._tokens[id(step)][2], len(step.sequence.flat_tokens), len(step))
+        ids = self._hashed[:, layer]
         columns = self.geometry.columns
         out = self._rows[layer][:len(step) * columns].view(len(step), columns, -1)
         if self._sorts and len(step) >= SORTED_FROM:
@@ -193,7 +252,7 @@ class RowLookup(Placement):
 
     def close(self) -> None:
         super().close()
-        self._lookups, self._ids = [], {}
+        self._lookups, self._tokens = [], {}
 
 
 class Hbm(RowLookup):
@@ -242,10 +301,11 @@ class DeviceSsdPread(SsdPread):
 
 
 class DeviceSsdgram(Ssdgram):
-    """A store on the GPU: bf16 rows gathered from its slots."""
+    """A store on the GPU: bf16 rows gathered from its slots. `hbm`: its GPU memory (of queue gds: all of its bundles)."""
 
-    def __init__(self, geometry: Geometry, landing: DeviceLanding, paths: list[Path]) -> None:
+    def __init__(self, geometry: Geometry, landing: DeviceLanding, paths: list[Path], hbm: int = 0) -> None:
         super().__init__(geometry, landing, paths)
+        self.hbm = hbm
         self._outs = [rows.view(landing.most, geometry.columns, geometry.row_dim) for rows in landing.rows]
 
     def _rows(self, batch: Any, step: Step, layer: int) -> None:
@@ -260,6 +320,18 @@ class DeviceSsdgram(Ssdgram):
         if self.store is None or self.store._cuda is None:
             return 0
         return self.store._arena.size + self.store._cuda.pool.bytes
+
+
+class HotSsdgram(DeviceSsdgram):
+    """The same store with a tier of its hottest bundles in GPU memory beside the DRAM budget; warm: the warm text is there."""
+
+    name = "ssdgram-hbm"
+    states = ("warm",)
+    heated = True
+
+    def pcie_bytes(self, step: Step) -> int:
+        """None but for a bundle that is not there; those are not counted."""
+        return 0
 
 
 def on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -277,11 +349,9 @@ class Framed(Placement):
     The slots of both layers have to be there before the graph starts: for warm steps that costs nothing and saves launches.
     """
 
-    name = "ssdgram-frame"
-
     def __init__(self, ours: Ssdgram) -> None:
         super().__init__(ours.geometry, ours.landing)
-        self.ours = ours
+        self.ours, self.name = ours, f"{ours.name}-frame"
         self._frame: Any = None
         self._graph: Any = None
 
@@ -315,6 +385,8 @@ class Framed(Placement):
 
     def drop(self) -> None:
         """Forget frame and graph: they belong to a store."""
+        if self._frame is not None:
+            time.sleep(LOOKED_S)                             # the planner looks at the frame's words for batches just released
         self._frame = self._graph = None
 
     def snapshot(self) -> Any:
@@ -324,11 +396,12 @@ class Framed(Placement):
         return self.ours.account(before, after, steps, drive_bytes, major_faults)
 
 
-def makers(manifest: Manifest, paths: list[Path], checkpoint: Path | None, most: int, name: str, stack: contextlib.ExitStack,
-           ) -> dict[str, Callable[[], Placement]]:
-    """How each placement is made; the pinned table is made once, by the first that wants it."""
+def makers(manifest: Manifest, paths: list[Path], checkpoint: Path | None, token_map: np.ndarray | None, most: int, name: str, hbm: int,
+           gds: bool, stack: contextlib.ExitStack) -> dict[str, Callable[[], Placement]]:
+    """How each placement is made; the pinned table is made once, by the first that wants it. `hbm`: GPU memory of ssdgram-hbm, or of
+    ssdgram itself with queue `gds`."""
     geometry, device = manifest.geometry, torch.device(name)
-    landing = DeviceLanding(geometry, most, device)
+    landing = DeviceLanding(geometry, token_map, most, device)
     made: list[PinnedTable] = []
 
     def table() -> PinnedTable:
@@ -348,12 +421,13 @@ def makers(manifest: Manifest, paths: list[Path], checkpoint: Path | None, most:
             raise UnavailableError("the mapped checkpoint is not there: give --checkpoint, the folder that the store was converted from")
         return checkpoint
 
-    return {
+    hot: dict[str, Callable[[], Placement]] = {"ssdgram-hbm": lambda: HotSsdgram(geometry, landing, paths, hbm)}
+    return (hot if hbm and not gds else {}) | {
         "hbm": lambda: Hbm(geometry, landing, [(on_device(codes, device), on_device(scales, device))
                                                for codes, scales in zip(table().codes, table().scales)], pinned=False),
         "dram-uva": lambda: DramUva(geometry, landing, tensors(), pinned=True),
         "dram-copy": lambda: DeviceDramCopy(geometry, landing, table()),
         "ssd-mmap": lambda: DeviceSsdMmap(geometry, landing, mapped_checkpoint()),
         "ssd-pread": lambda: DeviceSsdPread(geometry, landing, manifest, paths),
-        "ssdgram": lambda: DeviceSsdgram(geometry, landing, paths),
+        "ssdgram": lambda: DeviceSsdgram(geometry, landing, paths, hbm if gds else 0),
     }

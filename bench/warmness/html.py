@@ -35,14 +35,16 @@ MEANINGS = {
             "as filler: a pass asks for each step once.",
 }
 PLACED = {
-    "hbm": "the whole table in GPU memory, looked up row by row; ids on the GPU for nothing",
-    "dram-uva": "the whole table pinned; the GPU reads it row by row over PCIe; ids on the GPU for nothing",
+    "hbm": "the whole table in GPU memory, looked up row by row; tokens copied to the GPU and hashed there",
+    "dram-uva": "the whole table pinned; the GPU reads it row by row over PCIe; tokens copied to the GPU and hashed there",
     "dram-copy": "the whole table in memory; the CPU gathers with up to 16 threads, one copy",
     "ssd-mmap": "the checkpoint mapped: distinct ids (numpy.unique), numpy gather, pinned buffer, copy; below 2048 tokens without "
                 "read-ahead",
     "ssd-pread": "page files read through the page cache by 32 threads, one row a read",
-    "ssdgram-frame": "in the step model, warm: everything behind layer 0 in one CUDA graph, both gathers in it (Store.frame)",
-    "ssdgram": "a store: bundles cached in DRAM, pages read past the page cache; from token ids, hashing included",
+    "ssdgram": "a store: bundles cached in DRAM, pages read past the page cache",
+    "ssdgram-hbm": "warm: the same store with its hottest bundles in GPU memory besides (size: budget, below); all of the warm text's are",
+    "ssdgram-frame, ssdgram-hbm-frame": "in the step model, warm: everything behind layer 0 in one CUDA graph, both gathers in it "
+                                        "(Store.frame)",
 }
 
 
@@ -67,7 +69,8 @@ def _head(result: dict[str, Any]) -> str:
     return (f"<h1>SSDGram: how warm must each tier be?</h1>{warning}<p>{escape(machine)}, {escape(facts.get('drive', 'drive unknown'))}; "
             f"{escape(facts['date'])}. Table of {table['bytes'] / 2**30:.2f} GiB{' of made-up rows' if table['made_up'] else ''} in the "
             f"real layout; SSDGram has {budget['dram'] / 2**30:.3f} GiB of DRAM ({budget['share']:.4f} of the table) and "
-            f"{budget['hbm'] / 2**30:.3f} GiB of GPU memory. "
+            f"{budget['hbm'] / 2**30:.3f} GiB of GPU memory for ssdgram-hbm. "
+            f"A lookup is from token ids in host memory to the rows of all layers. "
             f"Text: {trace['tokens']:,} tokens, SHA-256 <code>{escape(trace['digest'][:16])}…</code>. One read of the drive takes "
             f"{result['one_read_us']['p50']:.0f} us (p99 {result['one_read_us']['p99']:.0f}).</p>")
 

@@ -5,8 +5,8 @@
     ssd-pread    the page files read by a pool of threads, one row a read
     ssdgram      a store; its state (cold, mixed, steady, warm) is states.py's business
 
-Rows arrive in a Landing: on a CPU the bytes of all rows, with a GPU (device.py) bf16 rows in its memory. Row ids are given to the
-others for nothing: hashing is in SSDGram's time alone. Invariant: all placements deliver the same rows of the same table.
+Rows arrive in a Landing: on a CPU the bytes of all rows, with a GPU (device.py) bf16 rows in its memory. A lookup begins with token
+ids in host memory, for all: the hash to row ids is in everybody's time. Invariant: all deliver the same rows of the same table.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ import numpy as np
 from ssdgram import machine
 from ssdgram.bench import mapped
 from ssdgram.bench.warmness.meter import cached_bytes
-from ssdgram.bench.warmness.text import Step
+from ssdgram.bench.warmness.sizes import WARMNESS
+from ssdgram.bench.warmness.text import RowIds, Step
 from ssdgram.errors import BudgetError
 from ssdgram.geometry import Geometry
 from ssdgram.layout.checkpoint import open_checkpoint
@@ -34,18 +35,21 @@ from ssdgram.store import Store
 
 THREADS = 32                                                 # of ssd-pread
 MEMORY_SHARE = 0.6                                           # of the free memory that a whole table may take
-LOADED = 0.9                                                 # of files in the page cache: not read again
 COPY_ROWS = 2048                                             # least rows for a thread of dram-copy
 FILL_PAGES = 1024                                            # pages read at once when a table is filled
 RANDOM_BELOW = 2048                                          # lookups of fewer tokens map without read-ahead
 
 
 class Landing:
-    """Buffers for the rows of up to `most` tokens of every layer, in ordinary memory; what is gathered there has arrived."""
+    """Buffers for the rows of up to `most` tokens of every layer, in ordinary memory; what is gathered there has arrived.
 
-    def __init__(self, geometry: Geometry, most: int) -> None:
+    `row_ids`: how a step's tokens become row ids on the CPU.
+    """
+
+    def __init__(self, geometry: Geometry, token_map: np.ndarray | None, most: int) -> None:
         rows, layers = most * geometry.columns, len(geometry.layers)
         self.geometry, self.most = geometry, most
+        self.row_ids = RowIds(geometry, token_map, most)
         self.codes = [self._memory(rows, geometry.code_bytes) for _ in range(layers)]
         self.scales = [self._memory(rows, geometry.scale_bytes) for _ in range(layers)]
         self.whole = [self._memory(rows, geometry.row_bytes) for _ in range(layers)]
@@ -85,10 +89,12 @@ class Placement:
     warm_only = True                                         # its speed does not depend on any cache of files
     split = False                                            # whether codes and scales arrive apart
     on_host = True                                           # whether the caller's processor does the work of a lookup
+    settling = 2                                             # lookups of a warm cell's steps before it is measured, at most
 
     def __init__(self, geometry: Geometry, landing: Landing) -> None:
         self.geometry, self.landing = geometry, landing
         self._ahead: ThreadPoolExecutor | None = None
+        self._ids: list[np.ndarray] = []
 
     def manner(self, tokens: int) -> str:
         """How lookups of that many tokens are done, if there is more than one way: times of one way say nothing of another."""
@@ -97,8 +103,14 @@ class Placement:
     def prepare(self, steps: list[Step]) -> None:
         """Whatever a lookup of these steps is given for nothing."""
 
+    def ids(self, step: Step, layer: int) -> np.ndarray:
+        """The layer's row ids, int64 [T, columns], hashed from the step's tokens for all layers when the first is asked for."""
+        if layer == 0:
+            self._ids = self.landing.row_ids(step.sequence.flat_tokens, step.sequence.flat_flags)
+        return self._ids[layer]
+
     def gather(self, step: Step, layer: int) -> None:
-        """Bring the rows of the layer with that index into the landing."""
+        """Bring the rows of the layer with that index into the landing; layer 0 comes first."""
         raise NotImplementedError
 
     def lookup(self, step: Step) -> float:
@@ -166,9 +178,9 @@ class Placement:
         return []
 
     def load(self) -> None:
-        """Bring all of the files into the page cache, unless most of them are there."""
+        """Bring all of the files into the page cache, unless they are there to the last page."""
         files = self.files()
-        if cached_bytes(files) > LOADED * sum(path.stat().st_size for path in files):
+        if cached_bytes(files) >= sum(-(-path.stat().st_size // mapped.PAGE) * mapped.PAGE for path in files):
             return
         for path in files:
             with open(path, "rb", buffering=0) as file:
@@ -244,7 +256,7 @@ class DramCopy(Placement):
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="dram-copy")
 
     def gather(self, step: Step, layer: int) -> None:
-        ids = step.ids[layer].reshape(-1)
+        ids = self.ids(step, layer).reshape(-1)
         each = max(COPY_ROWS, -(-len(ids) // self._threads))
         starts = range(0, len(ids), each)
         if len(starts) == 1:
@@ -286,6 +298,7 @@ class SsdMmap(Placement):
 
     name = "ssd-mmap"
     warm_only = False
+    settling = 1 << 30                                       # all: each of their pages is in the map's page table then
 
     def __init__(self, geometry: Geometry, landing: Landing, checkpoint: Path) -> None:
         super().__init__(geometry, landing)
@@ -299,7 +312,7 @@ class SsdMmap(Placement):
     def gather(self, step: Step, layer: int) -> None:
         tables = self.random if self.manner(len(step)) == "random" else self.plain
         codes, scales = tables._tables[layer]
-        wanted, inverse = np.unique(step.ids[layer].reshape(-1), return_inverse=True)
+        wanted, inverse = np.unique(self.ids(step, layer).reshape(-1), return_inverse=True)
         np.take(codes, wanted, axis=0, out=self.landing.codes[layer][:len(wanted)], mode="clip")
         np.take(scales, wanted, axis=0, out=self.landing.scales[layer][:len(wanted)], mode="clip")
         self.landing.deliver_split(layer, len(wanted), len(inverse), inverse)
@@ -338,7 +351,7 @@ class SsdPread(Placement):
 
     def gather(self, step: Step, layer: int) -> None:
         geometry = self.geometry
-        rows = step.ids[layer] - geometry.offset_array[layer]
+        rows = self.ids(step, layer) - geometry.offset_array[layer]
         places = (rows // self._per_page * PAGE_BYTES + rows % self._per_page * geometry.row_bytes).reshape(-1)
         files = np.broadcast_to(self._descriptors[layer * geometry.columns:(layer + 1) * geometry.columns], rows.shape).reshape(-1)
         buffer = self.landing.whole[layer].data.cast("B")
@@ -374,10 +387,17 @@ class SsdPread(Placement):
 
 
 class Ssdgram(Placement):
-    """A store on the CPU: packed rows. `store` is set by whoever opens it, and may be replaced between lookups."""
+    """A store on the CPU: packed rows. `store` is set by whoever opens it, and may be replaced between lookups.
+
+    `states`: those that it takes part in. `hbm`: GPU memory of its stores.
+    """
 
     name = "ssdgram"
     warm_only = False
+    settling = 1 << 30
+    states: tuple[str, ...] = WARMNESS
+    hbm = 0
+    heated = False                                           # whether warm text is brought into GPU memory beforehand
 
     def __init__(self, geometry: Geometry, landing: Landing, paths: list[Path]) -> None:
         import torch
@@ -394,6 +414,12 @@ class Ssdgram(Placement):
         if self.store is None:
             raise RuntimeError("no store is open")
         return self.store
+
+    def close_store(self) -> None:
+        """Close the store, if one is open."""
+        store, self.store = self.store, None
+        if store is not None:
+            store.close()
 
     def lookup(self, step: Step) -> float:
         waited = 0.0

@@ -22,6 +22,8 @@ from ssdgram.bench.warmness.report import PLACES, STATES
 LOOKS: dict[str, tuple[str, str, Any, str]] = {              # colour (dark to light), marker, line, hatch
     "ssdgram": ("#000000", "o", "-", ""),
     "ssdgram-frame": ("#5e5e5e", "X", "-", "oo"),
+    "ssdgram-hbm": ("#7a1f5c", "*", (0, (3, 1, 1, 1)), "**"),
+    "ssdgram-hbm-frame": ("#d9a3c7", "h", (0, (3, 1, 1, 1)), "OO"),
     "hbm": ("#1f4e9e", "s", "--", "//"),
     "dram-uva": ("#b5400f", "^", "-.", "\\\\"),
     "dram-copy": ("#3d9970", "D", ":", ".."),
@@ -132,11 +134,12 @@ def latency(result: dict[str, Any]) -> Figure | None:
     figure, axes = _panels(len(shown))
     for axis, (kind, batch) in zip(axes, shown):
         states = [state for state in STATES if good(result, kind=kind, tokens=batch, warmness=state)]
-        for place, name in enumerate(PLACES):
+        names = [name for name in PLACES if good(result, kind=kind, tokens=batch, placement=name)]
+        for place, name in enumerate(names):
             colour, marker, _, _ = LOOKS[name]
             for x, state in enumerate(states):
                 for cell in good(result, kind=kind, tokens=batch, warmness=state, placement=name):
-                    at, times = x + (place - (len(PLACES) - 1) / 2) * 0.13, cell["lookup_us"]
+                    at, times = x + (place - (len(names) - 1) / 2) * min(0.13, 0.9 / len(names)), cell["lookup_us"]
                     axis.plot([at, at], [times["p50"], times["p99"]], color=colour, linewidth=1.6)
                     axis.plot([at - 0.035, at + 0.035], [times["max"]] * 2, color=colour, linewidth=1.2)
                     axis.plot([at], [times["p50"]], marker, color=colour, markersize=7, markeredgecolor="black", markeredgewidth=0.6,
@@ -229,9 +232,9 @@ def tokens(result: dict[str, Any]) -> Figure | None:
                     for row in _loops(result, kind="decode", tokens=batch, warmness=state, placement=name, prefetch=True)]
             for k, row in enumerate(rows):
                 colour, _, _, hatch = LOOKS[row["placement"]]
-                at = x + (k - (len(rows) - 1) / 2) * 0.13
-                axis.bar(at, row["tokens_s"], 0.12, color=colour, hatch=hatch, edgecolor="white" if colour == "#000000" else "black",
-                         linewidth=0.5, label=row["placement"])
+                apart = min(0.13, 0.9 / len(rows))
+                axis.bar(x + (k - (len(rows) - 1) / 2) * apart, row["tokens_s"], 0.92 * apart, color=colour, hatch=hatch,
+                         edgecolor="white" if colour == "#000000" else "black", linewidth=0.5, label=row["placement"])
             for alone in _loops(result, kind="decode", tokens=batch, warmness=state, placement="none", prefetch=True):
                 axis.plot([x - 0.46, x + 0.46], [alone["tokens_s"]] * 2, color="#555555", linestyle="--", linewidth=1, label="layers alone")
         axis.set_xticks(range(len(states)), states)

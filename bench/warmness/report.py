@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Cell = dict[str, Any]
-PLACES = ["hbm", "dram-uva", "dram-copy", "ssd-mmap", "ssd-pread", "ssdgram", "ssdgram-frame"]
+PLACES = ["hbm", "dram-uva", "dram-copy", "ssd-mmap", "ssd-pread", "ssdgram", "ssdgram-frame", "ssdgram-hbm", "ssdgram-hbm-frame"]
 STATES = ["cold", "mixed", "steady", "warm"]
 
 

@@ -26,7 +26,7 @@ from ssdgram.bench.warmness.bars import bars
 from ssdgram.bench.warmness.cells import Clock, Matrix, Say, Turn, guarded
 from ssdgram.bench.warmness.placements import DramCopy, HostTable, Landing, Placement, Ssdgram, SsdMmap, SsdPread
 from ssdgram.bench.warmness.reuse import curve
-from ssdgram.bench.warmness.sizes import BUDGET_SHARE, WARMNESS, Sizes
+from ssdgram.bench.warmness.sizes import BUDGET_SHARE, HBM_SHARE, WARMNESS, Sizes
 from ssdgram.bench.warmness.states import States
 from ssdgram.bench.warmness.steps import StepModel
 from ssdgram.bench.warmness.text import Text, cut, real_text
@@ -37,7 +37,7 @@ from ssdgram.tools.model import default_tokenizer
 from ssdgram.tools.synth import expected_rows
 from ssdgram.tools.trace import Trace
 
-NAMES = ("hbm", "dram-uva", "dram-copy", "ssd-mmap", "ssd-pread", "ssdgram")
+NAMES = ("hbm", "dram-uva", "dram-copy", "ssd-mmap", "ssd-pread", "ssdgram", "ssdgram-hbm")
 MATRIX = 0.68                                                # of the time limit, where the step model follows
 
 
@@ -53,7 +53,7 @@ class Options:
     device: str = "cpu"
     queue: str = "auto"
     dram: int | None = None                                  # None: 1 / BUDGET_SHARE of the table
-    hbm: int = 0
+    hbm: int | None = None                                   # of ssdgram-hbm; None: 1 / HBM_SHARE of the table, with a GPU
     placements: tuple[str, ...] = NAMES
     warmness: tuple[str, ...] = WARMNESS
     step: bool = True
@@ -96,12 +96,13 @@ def run(options: Options, say: Say = print) -> dict[str, Any]:
         dram = options.dram or max(64 << 20, table.bytes // BUDGET_SHARE)
         hot = options.folder / f"hot-{os.getpid()}"
         hot.mkdir()
-        states = States(table.out, hot, text, dram, options.hbm, options.device, options.queue)
+        hbm = 0 if options.device == "cpu" else table.bytes // HBM_SHARE if options.hbm is None else options.hbm
+        states = States(table.out, hot, text, dram, options.device, options.queue)
         stack.callback(states.discard)
         say(f"table of {table.bytes / 2**30:.2f} GiB, SSDGram with {dram / 2**20:.0f} MiB ({dram / table.bytes:.3f} of it); "
             f"{len(text):,} tokens of text, sha256 {text.digest[:16]}")
         with _stage("placements", say):
-            placements, absent = _placements(options, table, stack)
+            placements, absent = _placements(options, table, text, hbm, stack)
         checked = _check(placements, states, text, options.sizes, table, say)
         for name in [name for name, found in checked.items() if found != "equal"]:
             absent[name] = {"status": "failed", "why": checked[name]}
@@ -118,7 +119,7 @@ def run(options: Options, say: Say = print) -> dict[str, Any]:
             "table": {"bytes": table.bytes, "store_bytes": table.manifest.size, "rows": sum(table.manifest.geometry.rows_per_layer),
                       "layers": list(table.manifest.geometry.layers), "generation": f"{table.manifest.generation:016x}",
                       "made_up": table.made},
-            "budget": {"dram": dram, "hbm": options.hbm, "share": dram / table.bytes},
+            "budget": {"dram": dram, "hbm": hbm, "share": dram / table.bytes, "hbm_share": hbm / table.bytes},
             "trace": {"digest": text.digest, "tokens": len(text), "filler": text.filler, "repeated": text.repeated, **text.about},
             "sizes": asdict(options.sizes), "device": options.device,
             "lookup_kernel": next((placement.kernel for placement in placements.values() if hasattr(placement, "kernel")), None),
@@ -178,13 +179,14 @@ def _tokenizer(checkpoint: Path | None) -> Path:
 # ---------------------------------------------------------------- who takes part
 
 
-def _placements(options: Options, table: Table, stack: contextlib.ExitStack) -> tuple[dict[str, Placement], dict[str, Any]]:
+def _placements(options: Options, table: Table, text: Text, hbm: int, stack: contextlib.ExitStack,
+                ) -> tuple[dict[str, Placement], dict[str, Any]]:
     """Those that can be had here, and why the others cannot."""
     geometry, sizes = table.manifest.geometry, options.sizes
     most = max(*sizes.decode, *sizes.prefill, *sizes.step_batches, sizes.prompt)
     makers: dict[str, Callable[[], Placement]] = {}
     if options.device == "cpu":
-        landing = Landing(geometry, most)
+        landing = Landing(geometry, text.token_map, most)
         makers = {
             "dram-copy": lambda: DramCopy(geometry, landing, _host_table(table, stack)),
             "ssd-mmap": lambda: SsdMmap(geometry, landing, _checkpoint(table)),
@@ -194,12 +196,14 @@ def _placements(options: Options, table: Table, stack: contextlib.ExitStack) -> 
     else:
         from ssdgram.bench.warmness import device
 
-        makers = device.makers(table.manifest, table.paths, table.checkpoint, most, options.device, stack)
+        makers = device.makers(table.manifest, table.paths, table.checkpoint, text.token_map, most, options.device, hbm,
+                               options.queue == "gds", stack)
     found: dict[str, Placement] = {}
     absent: dict[str, Any] = {}
     for name in options.placements:
         if name not in makers:
-            absent[name] = {"status": "not run", "why": "needs a GPU: this run was on the CPU"}
+            absent[name] = {"status": "not run", "why": "needs a GPU: this run was on the CPU" if options.device == "cpu" else
+                            "there is no GPU memory for it (--hbm), or queue gds keeps every bundle there anyway"}
             continue
         turn = Turn()
         with guarded(turn):
@@ -234,13 +238,12 @@ def _check(placements: dict[str, Placement], states: States, text: Text, sizes: 
         placement, turn = placements[name], Turn()
         with guarded(turn):
             if isinstance(placement, Ssdgram):
-                placement.store = states.cold()
+                placement.store = states.cold(hbm=placement.hbm)
             try:
                 mine = [_arrived(placement, step) for step in steps]
             finally:
                 if isinstance(placement, Ssdgram):
-                    placement.opened.close()
-                    placement.store = None
+                    placement.close_store()
             if not reference:
                 reference = mine
                 if table.made and states.device == "cpu":

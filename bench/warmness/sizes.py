@@ -10,6 +10,7 @@ from typing import Any
 
 WARMNESS = ("cold", "mixed", "steady", "warm")
 BUDGET_SHARE = 8                                             # DRAM budget of SSDGram: 1 / this of the table
+HBM_SHARE = 32                                               # GPU memory of ssdgram-hbm: 1 / this of the table
 PASSES = 2
 
 
@@ -34,7 +35,7 @@ class Sizes:
     def lookups(self, warmness: str, kind: str, tokens: int) -> int:
         """Lookups of a cell in one pass, at most."""
         if kind == "prefill":
-            return max(2, min(6, 16_384 // tokens)) if warmness == "warm" else 2
+            return max(2, min(32, self.warm_tokens // tokens)) if warmness == "warm" else 2
         most, few = (self.warm_tokens, 100) if warmness == "warm" else (2_048, 12 if self.name == "quick" else 24)
         return max(4, min(few, most // tokens))
 

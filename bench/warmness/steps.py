@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ssdgram.bench.warmness import stand_in
-from ssdgram.bench.warmness.cells import BLOCKS, FRESH, UNSTABLE, Clock, Say, Turn, guarded
+from ssdgram.bench.warmness.cells import BLOCKS, FRESH, UNSTABLE, Clock, Say, Turn, guarded, stores_of
 from ssdgram.bench.warmness.meter import percentiles
 from ssdgram.bench.warmness.placements import Placement, Ssdgram
 from ssdgram.bench.warmness.sizes import PASSES, Sizes
@@ -30,6 +30,7 @@ NONE = "none"                                                # the stand-in alon
 HIDDEN = 0.01                                                # of a step: what counts as hidden
 SHARES = (64, 32, 16, 8)                                     # DRAM budgets of the sweep: 1 / these of the table
 SWEEP_STREAMS = 64
+WAYS = ("ssdgram", "ssdgram-frame", "ssdgram-hbm", "ssdgram-hbm-frame")       # SSDGram's, warm
 ORDER = ("warm", "steady", "mixed", "cold")                  # warm first: the files are still in the page cache
 Key = tuple[str, str, str, int, bool]                        # placement, warmness, kind, tokens, prefetch
 
@@ -77,12 +78,11 @@ class StepModel:
         self._loops: dict[Key, list[Loop]] = {}
         self._steps: dict[tuple[str, str, int], list[Step]] = {}
         self.sweep: list[dict[str, Any]] = []
-        self._framed: Any = None                             # SSDGram's steps in one CUDA graph, where there is a GPU
-        ours = placements.get("ssdgram")
-        if states.device != "cpu" and isinstance(ours, Ssdgram):
+        self._frames: dict[str, Any] = {}                    # a store's steps in one CUDA graph, where there is a GPU
+        if states.device != "cpu":
             from ssdgram.bench.warmness.device import Framed
 
-            self._framed = Framed(ours)
+            self._frames = {framed.name: framed for framed in map(Framed, stores_of(placements, "warm").values())}
 
     # ------------------------------------------------------------ what a loop needs
 
@@ -138,7 +138,7 @@ class StepModel:
                     for prefetch in (True, False) if state in self.sizes.in_line else (True,):
                         self._together(state, "decode", tokens, prefetch, number)
                 self._together(state, "prefill", self.sizes.prompt, True, number)
-                self._close_store()
+                self._close_stores()
             self.say(f"step model, {state}: {time.monotonic() - begun:.0f} s ({self.clock.spent_s:.0f} s since the start)")
         ours = self.placements.get("ssdgram")
         if "steady" in warmness and isinstance(ours, Ssdgram):
@@ -147,9 +147,10 @@ class StepModel:
     def _together(self, state: str, kind: str, tokens: int, prefetch: bool, number: int) -> None:
         """All that take part in a cell, block by block in turn."""
         loops = {NONE: Loop()} | {name: Loop() for name, placement in self.placements.items()
-                                  if name == "ssdgram" or state == "warm" or (state == "cold" and not placement.warm_only)}
-        if self._framed is not None and (state, kind, prefetch) == ("warm", "decode", True):
-            loops[self._framed.name] = Loop()
+                                  if (state in placement.states if isinstance(placement, Ssdgram)
+                                      else state == "warm" or (state == "cold" and not placement.warm_only))}
+        if (state, kind, prefetch) == ("warm", "decode", True):
+            loops |= {name: Loop() for name in self._frames}
         for name, loop in loops.items():
             self._loops.setdefault((name, state, kind, tokens, prefetch), []).append(loop)
         if self.clock.late():
@@ -169,49 +170,55 @@ class StepModel:
                 for name in order[k % len(order):] + order[:k % len(order)]:
                     self._block(name, state, kind, steps[first:first + size], compute, prefetch, loops[name])
         if state != "warm":                                  # a warm store stays as it is, the others do not
-            self._close_store()
+            self._close_stores()
         if whole.status != "ok":
             for loop in loops.values():
                 loop.turn.status, loop.turn.why = whole.status, whole.why
 
-    def _close_store(self) -> None:
-        if self._framed is not None:
-            self._framed.drop()
-        ours = self.placements.get("ssdgram")
-        if isinstance(ours, Ssdgram) and ours.store is not None:
-            store, ours.store = ours.store, None
-            store.close()
+    def _close_stores(self) -> None:
+        for framed in self._frames.values():
+            framed.drop()
+        for placement in self.placements.values():
+            if isinstance(placement, Ssdgram):
+                placement.close_store()
 
     def _placement(self, name: str) -> Placement | None:
         """None for the stand-in alone."""
-        return self._framed if self._framed is not None and name == self._framed.name else self.placements.get(name)
+        return self._frames.get(name) or self.placements.get(name)
 
     def _prepare(self, state: str, steps: list[Step], loops: dict[str, Loop], compute: Any) -> None:
         """The store of the state; files dropped, or read into the page cache."""
         for name in loops:
             placement = self._placement(name)
-            if self._framed is not None and placement == self._framed:
-                with guarded(loops[name].turn):
-                    self._framed.ready(compute, len(steps[0]), [b - a for a, b in itertools.pairwise((*ENGRAM, LAYERS))])
-                continue
             if placement is None:
                 continue
             with guarded(loops[name].turn):
+                if name in self._frames:                     # behind its store's own loop, which opened the store
+                    self._frames[name].ready(compute, len(steps[0]), [b - a for a, b in itertools.pairwise((*ENGRAM, LAYERS))])
+                    continue
                 placement.prepare(steps)
                 if isinstance(placement, Ssdgram):
-                    spans = {"mixed": (0, self.sizes.warm_tokens), "warm": (0, self.sizes.warm_tokens), "steady": (0, self.half)}
-                    if placement.store is None:
-                        placement.store = self.states.after(spans[state]) if state in spans else self.states.cold()
+                    self._open(placement, state)
                     if state == "warm":
-                        load(placement.store, steps)
-                        missed = load(placement.store, steps)
+                        load(placement.opened, steps)
+                        missed = load(placement.opened, steps)
                         if missed:
                             raise ValueError(f"{missed} bundles of the steps are not resident after loading")
                 elif not placement.warm_only and state == "warm":
                     placement.load()
                 if state == "warm":                          # files: all of their pages; the others: buffers and kernels
-                    for step in steps[:1] if placement.warm_only else steps:
+                    for step in steps[:placement.settling]:
                         placement.lookup(step)
+
+    def _open(self, ours: Ssdgram, state: str) -> None:
+        """The store of the state, unless it is open."""
+        if ours.store is not None:
+            return
+        warm = (0, self.sizes.warm_tokens)
+        spans = {"mixed": warm, "warm": warm, "steady": (0, self.half)}
+        ours.store = self.states.after(spans[state], hbm=ours.hbm) if state in spans else self.states.cold(hbm=ours.hbm)
+        if ours.heated and state == "warm":
+            self.states.heat(ours.opened, warm)
 
     def _block(self, name: str, state: str, kind: str, block: list[Step], compute: Any, prefetch: bool, loop: Loop) -> None:
         placement = self._placement(name)
@@ -220,13 +227,19 @@ class StepModel:
         with guarded(loop.turn):
             if placement is not None and state == "cold":
                 placement.forget()
+            if state == "warm":                              # untimed: the first step after another placement's work
+                self._step(name, block[-1], compute, prefetch)
             before = placement.snapshot() if placement is not None else None
-            if self._framed is not None and placement == self._framed:
-                loop.seconds += [self._framed.whole_step(step, compute, ENGRAM[0]) for step in block]
-            else:
-                loop.seconds += [one_step(placement, step, compute, prefetch) for step in block]
+            loop.seconds += [self._step(name, step, compute, prefetch) for step in block]
             if placement is not None:
                 loop.accounts.append(placement.account(before, placement.snapshot(), block, 0, 0))
+
+    def _step(self, name: str, step: Step, compute: Any, prefetch: bool) -> float:
+        """Seconds of one step of a loop."""
+        if name in self._frames:
+            seconds: float = self._frames[name].whole_step(step, compute, ENGRAM[0])
+            return seconds
+        return one_step(self._placement(name), step, compute, prefetch)
 
     def _run_sweep(self, ours: Ssdgram) -> None:
         """Steady tokens/s and hit rate of SSDGram with smaller budgets."""
@@ -237,12 +250,11 @@ class StepModel:
                 return
             loop, dram = Loop(), whole * SHARES[-1] // share
             with guarded(loop.turn):
-                ours.store = self.states.after((0, self.half), dram=dram)
+                ours.store = self.states.after((0, self.half), dram=dram, hbm=ours.hbm)
                 try:
                     self._block("ssdgram", "steady", "decode", steps, compute, True, loop)
                 finally:
-                    ours.store.close()
-                    ours.store = None
+                    ours.close_store()
             entry: dict[str, Any] = {"dram": dram, "share": self.share * SHARES[-1] / share, "status": loop.turn.status,
                                      "why": loop.turn.why}
             if loop.turn.status == "ok" and loop.seconds:
@@ -292,7 +304,7 @@ class StepModel:
         found = {(row["placement"], row["warmness"], row["prefetch"]): row for row in rows
                  if row["kind"] == "decode" and row["tokens"] == tokens and row["status"] == "ok"}
         steady = found.get(("ssdgram", "steady", True))
-        ways = [found[name, "warm", True] for name in ("ssdgram", "ssdgram-frame") if (name, "warm", True) in found]
+        ways = [found[name, "warm", True] for name in WAYS if (name, "warm", True) in found]
         if steady is None or not ways:
             return None
         warm = min(ways, key=lambda row: float(row["exposed_us"]["mean"]))

@@ -1,7 +1,7 @@
 """A trace of real text, and the steps that are cut from it: which positions one lookup asks for, with their true lookbacks.
 
-A step is a decode step (one position of each stream) or a prefill chunk (consecutive positions). Everything that a lookup is
-given is prepared here, outside of its time: the flat tokens for SSDGram, the row ids for the placements that need them.
+A step is a decode step (one position of each stream) or a prefill chunk (consecutive positions). A lookup is given the flat tokens
+of a step and nothing else; `RowIds` is how those without a store get from there to rows, in their own time.
 Invariant: no position is measured twice within a cell, and text that only repeats itself is refused as a trace.
 """
 
@@ -31,9 +31,33 @@ NEAR = ("stdlib", "include", "doc", "man")                   # sources that are 
 Span = tuple[int, int]                                       # positions [start, stop) of the trace
 
 
+class RowIds:
+    """The hash as the CPU's placements run it: flat tokens to the rows of every layer, compiled, into memory of its own.
+
+    `most`: output positions of the largest step.
+    """
+
+    def __init__(self, geometry: Geometry, token_map: np.ndarray | None, most: int) -> None:
+        self.geometry, self.token_map, layers = geometry, geometry.checked_map(token_map), len(geometry.layers)
+        self._keys = np.empty((most, layers, geometry.orders), np.int64)
+        self._rows = np.empty((most, layers, geometry.columns), np.int64)
+        self._layers = [np.empty((most, geometry.columns), np.int64) for _ in range(layers)]
+
+    def __call__(self, tokens: np.ndarray, flags: np.ndarray) -> list[np.ndarray]:
+        """int64 [T, columns] of each layer, valid until the next call."""
+        geometry = self.geometry
+        count = ngram_keys(tokens, flags, 0, len(tokens), self.token_map, geometry.multiplier_array, geometry.rule,
+                           geometry.fill(self.token_map), self._keys)
+        rows = self._rows[:count]
+        rows_of_keys(self._keys[:count], geometry.prime_array, geometry.offset_array, rows)
+        for layer, mine in enumerate(self._layers):
+            np.copyto(mine[:count], rows[:, layer])
+        return [mine[:count] for mine in self._layers]
+
+
 @dataclass(frozen=True)
 class Step:
-    """What one lookup asks for. `ids`: for each layer the rows in its table, int64 [T, columns]."""
+    """What one lookup asks for. `ids`: for each layer the rows in its table, int64 [T, columns]: to check and to count with."""
 
     spans: tuple[Span, ...]
     sequence: Sequence
@@ -82,13 +106,8 @@ class Text:
                 flags.append(mine)
                 start = end
         flat_tokens, flat_flags = np.concatenate(tokens).astype(np.int32), np.concatenate(flags)
-        geometry, layers = self.geometry, len(self.geometry.layers)
-        keys = np.empty((len(flat_tokens), layers, geometry.orders), np.int64)
-        count = ngram_keys(flat_tokens, flat_flags, 0, len(flat_tokens), self._table, geometry.multiplier_array, geometry.rule,
-                           geometry.fill(self._table), keys)
-        ids = np.empty((count, layers, geometry.columns), np.int64)
-        rows_of_keys(keys[:count], geometry.prime_array, geometry.offset_array, ids)
-        return Step(tuple(spans), Sequence.of_flat(flat_tokens, flat_flags), tuple(np.ascontiguousarray(ids[:, k]) for k in range(layers)))
+        ids = RowIds(self.geometry, self.token_map, len(flat_tokens))(flat_tokens, flat_flags)
+        return Step(tuple(spans), Sequence.of_flat(flat_tokens, flat_flags), tuple(ids))
 
     def decode(self, span: Span, streams: int, steps: int) -> list[Step]:
         """At most `steps` steps of `streams` streams that each walk through a part of the span of their own."""

@@ -1,13 +1,16 @@
 """Every kernel compiles for an H200 on any machine, and moves bundles 16 bytes a thread. Not interpreted."""
 
+import json
 import re
 
 import pytest
 import torch
-from where import INTERPRETED
+from where import GOLDEN, INTERPRETED, golden
 
+from ssdgram.bench.warmness.device import GpuRowIds
 from ssdgram.engines.windows import Windows
 from ssdgram.engines.windows_gpu import launch_for
+from ssdgram.geometry import Geometry
 from ssdgram.kernels.check import Check
 from ssdgram.kernels.deliver import Deliver
 from ssdgram.kernels.gate import CUTS as GATE_CUTS
@@ -57,6 +60,12 @@ def test_projection_uses_the_tensor_cores_and_pipelines_its_loads(cut):
 def test_a_gather_lets_its_dependents_begin():
     launch = Gather(WHOLE).launch("mxfp8", SLOTS, torch.uint8, 0, TILES[0][1], True)
     assert "griddepcontrol.launch_dependents" in compiled(launch)
+
+
+def test_the_peers_hash_to_int32():
+    hasher = GpuRowIds(Geometry.from_config(json.loads((GOLDEN / "v41_constants.json").read_text())["config"]),
+                       golden("v41_token_map.npz")["token_map"], 64, torch.device("cpu"))
+    assert re.search(r"st\.global[.\w:]*\.b32", compiled(hasher._launch))
 
 
 def test_the_others():
