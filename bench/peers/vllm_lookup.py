@@ -96,7 +96,10 @@ def load(folder: Path = ROOT / ".peer") -> Any | None:
 
 
 class Lookup:
-    """Row-by-row lookup over a table. codes uint8 [R, 256], scales uint8 [R, 8]: device tensors, or registered host memory."""
+    """Row-by-row lookup over a table. codes uint8 [R, 256], scales uint8 [R, 8]: device tensors, or registered host memory.
+
+    `background`: on half of the multiprocessors, as vLLM launches it on a side stream.
+    """
 
     def __init__(self, module: Any, codes: torch.Tensor, scales: torch.Tensor) -> None:
         self.kernel = module._engram_lookup_kernel
@@ -104,23 +107,23 @@ class Lookup:
         self.rows = codes.shape[0]
         self.sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
-    def __call__(self, ids: torch.Tensor, out: torch.Tensor, *, columns: int = 24, start: int = 0) -> None:
+    def __call__(self, ids: torch.Tensor, out: torch.Tensor, *, columns: int = 24, start: int = 0, background: bool = False) -> None:
         """ids int32 [T, 24] -> out bfloat16 [T, columns, 256], the columns from `start`."""
         count = ids.shape[0] * columns
-        self._launch(ids, ids, out, count, ids.stride(), start, columns, 24, False)
+        self._launch(ids, ids, out, count, ids.stride(), start, columns, 24, False, background)
 
-    def sorted(self, ids: torch.Tensor, out: torch.Tensor) -> None:
+    def sorted(self, ids: torch.Tensor, out: torch.Tensor, *, background: bool = False) -> None:
         """As `__call__` with the ids in table order: the sort (as vLLM does it) is part of it."""
         order, place = ids.flatten().sort()
-        self.presorted(order, place.int(), out)
+        self.presorted(order, place.int(), out, background=background)
 
-    def presorted(self, order: torch.Tensor, place: torch.Tensor, out: torch.Tensor) -> None:
+    def presorted(self, order: torch.Tensor, place: torch.Tensor, out: torch.Tensor, *, background: bool = False) -> None:
         """The kernel alone on sorted ids int32 [T * 24] and the output rows int32 that they belong to."""
-        self._launch(order, place, out, order.shape[0], (24, 1), 0, 24, 24, True)
+        self._launch(order, place, out, order.shape[0], (24, 1), 0, 24, 24, True, background)
 
     def _launch(self, ids: torch.Tensor, place: torch.Tensor, out: torch.Tensor, count: int, strides: tuple[int, ...], start: int,
-                columns: int, total: int, in_order: bool) -> None:
-        grid = min(triton.cdiv(count, BLOCK_R), self.sms)
+                columns: int, total: int, in_order: bool, background: bool) -> None:
+        grid = min(triton.cdiv(count, BLOCK_R), self.sms // 2 if background else self.sms)
         self.kernel[(grid,)](
             self.codes, self.scales, ids, place, out, 0, self.rows, count, strides[0], strides[1], HEAD_START=start,
             LOCAL_HEADS=columns, TOTAL_HEADS=total, DIM=256, QUANT_BLOCK=32, BLOCK_R=BLOCK_R, GRID=grid, SORTED=in_order,

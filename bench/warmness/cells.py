@@ -23,7 +23,6 @@ COLD_SHARE = 0.01                                            # of the files in t
 WARM_SHARE = 0.01                                            # of a warm step's bytes from the drive, at most
 TELLING = 16                                                 # tokens of a lookup whose rows/s say something of larger ones
 BLOCKS = 4                                                   # turns of a placement in a cell's pass
-LEAD_US = 50_000                                             # a turn begins with an untimed lookup, if they take no longer than this
 FRESH = 6                                                    # 1 / this of the trace, its end: where never seen positions are taken from
 UNSTABLE = 0.10                                              # medians of two passes that differ by more are marked
 ORDER = ("cold", "warm", "steady", "mixed")
@@ -280,7 +279,7 @@ class Matrix:
         """One untimed lookup of a step that was measured before: what is timed is a loop, not the first call after another placement's
         work, which has the processor's caches and the GPU's clocks to itself no more."""
         known = turn.done[-1:] or (self.steps(row)[-1:] if row.warmness == "warm" or placement.warm_only else [])
-        if known and (not turn.times_us or turn.times_us[-1] < LEAD_US):
+        if known and placement.leads_in and turn.status == "ok":
             with guarded(turn):
                 placement.lookup(known[0])
 

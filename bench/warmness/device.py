@@ -143,9 +143,9 @@ class OwnLookup:
         self.codes, self.scales = codes, scales
         self.programs = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
-    def __call__(self, ids: torch.Tensor, out: torch.Tensor) -> None:
+    def __call__(self, ids: torch.Tensor, out: torch.Tensor, *, background: bool = False) -> None:
         """ids int32 [T, columns], of every token one behind the other -> out bfloat16 [T, columns, dim]."""
-        grid = min(triton.cdiv(ids.numel(), BLOCK), self.programs)
+        grid = min(triton.cdiv(ids.numel(), BLOCK), self.programs // 2 if background else self.programs)
         rows_kernel[(grid,)](self.codes, self.scales, ids, out, ids.numel(), ids.stride(0), COLUMNS=ids.shape[1],
                              DIM=self.codes.shape[1], BLOCK=BLOCK)
 
@@ -221,7 +221,7 @@ class RowLookup(Placement):
         super().lookup(step)
         return time.perf_counter() - begin
 
-    def gather(self, step: Step, layer: int) -> None:
+    def gather(self, step: Step, layer: int, background: bool = False) -> None:
         if id(step) not in self._tokens:
             self.prepare([step])
         if layer == 0:
@@ -230,16 +230,16 @@ class RowLookup(Placement):
         columns = self.geometry.columns
         out = self._rows[layer][:len(step) * columns].view(len(step), columns, -1)
         if self._sorts and len(step) >= SORTED_FROM:
-            self._lookups[layer].sorted(ids, out)
+            self._lookups[layer].sorted(ids, out, background=background)
         else:
-            self._lookups[layer](ids, out)
+            self._lookups[layer](ids, out, background=background)
 
     def begin(self, step: Step) -> Any:
-        """Both layers on a stream of their own, an event behind each."""
+        """Both layers on a stream of their own and half of the multiprocessors, an event behind each: what vLLM does."""
         events = []
         with torch.cuda.stream(self._stream):
             for layer in range(len(self.geometry.layers)):
-                self.gather(step, layer)
+                self.gather(step, layer, background=True)
                 events.append(torch.cuda.Event())
                 events[-1].record()
         return events

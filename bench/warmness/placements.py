@@ -90,6 +90,7 @@ class Placement:
     split = False                                            # whether codes and scales arrive apart
     on_host = True                                           # whether the caller's processor does the work of a lookup
     settling = 2                                             # lookups of a warm cell's steps before it is measured, at most
+    leads_in = True                                          # whether a turn begins with an untimed lookup
 
     def __init__(self, geometry: Geometry, landing: Landing) -> None:
         self.geometry, self.landing = geometry, landing
@@ -340,6 +341,7 @@ class SsdPread(Placement):
 
     name = "ssd-pread"
     warm_only = False
+    settling, leads_in = 1, False                            # its lookups are slow, and much alike
 
     def __init__(self, geometry: Geometry, landing: Landing, manifest: Manifest, paths: list[Path]) -> None:
         super().__init__(geometry, landing)

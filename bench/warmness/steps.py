@@ -227,7 +227,7 @@ class StepModel:
         with guarded(loop.turn):
             if placement is not None and state == "cold":
                 placement.forget()
-            if state == "warm":                              # untimed: the first step after another placement's work
+            if state == "warm" and (placement is None or placement.leads_in):            # untimed: first after another's work
                 self._step(name, block[-1], compute, prefetch)
             before = placement.snapshot() if placement is not None else None
             loop.seconds += [self._step(name, step, compute, prefetch) for step in block]
