@@ -79,7 +79,7 @@ def install(monkeypatch, broken=None):
     registry = HookRegistry(broken)
     names = ("sglang", "sglang.srt", "sglang.srt.plugins", "sglang.srt.plugins.hook_registry", "sglang.srt.layers",
              "sglang.srt.layers.engram", "sglang.srt.layers.engram_staging",
-             "sglang.srt.model_executor", "sglang.srt.model_executor.runner",
+             "sglang.srt.model_executor", "sglang.srt.model_executor.model_runner", "sglang.srt.model_executor.runner",
              "sglang.srt.model_executor.runner.decode_cuda_graph_runner", "sglang.srt.model_executor.runner_utils",
              "sglang.srt.model_executor.runner_utils.capture_mode", "sglang.srt.managers", "sglang.srt.managers.scheduler",
              "sglang.srt.runtime_context")
@@ -172,6 +172,15 @@ def install(monkeypatch, broken=None):
 
     modules["sglang.srt.model_executor.runner.decode_cuda_graph_runner"].DecodeCudaGraphRunner = DecodeCudaGraphRunner
     modules["sglang.srt.model_executor.runner_utils.capture_mode"].is_capture_mode = False
+
+    class ModelRunner:
+        def __init__(self, model, pool):
+            self.model, self.req_to_token_pool, self.device, self.gpu_id = model, pool, "cpu", 0
+
+        def init_ngram_embedding_manager(self):
+            self.ngram_embedding_manager = types.SimpleNamespace()
+
+    modules["sglang.srt.model_executor.model_runner"].ModelRunner = ModelRunner
 
     class Scheduler:
         def __init__(self):

@@ -70,9 +70,16 @@ def test_a_module_that_is_loaded_already_is_checked_at_once(package):
 
 
 def test_what_is_not_served_is_refused_when_its_model_is_imported(package):
-    found = run("from ssdgram.engines.vllm import activate; activate()\nimport vllm.models.qwen4_exp.nvidia.model",
-                package(**{"vllm/models/qwen4_exp/nvidia/model.py": ""}), SSDGRAM_STORE="/store")
-    assert found.returncode == 1 and "Qwen4Exp (PLE) is not served" in found.stderr
+    found = run("from ssdgram.engines.vllm import activate; activate()\nimport vllm.models.qwen4_exp.amd.model",
+                package(**{"vllm/models/qwen4_exp/amd/model.py": ""}), SSDGRAM_STORE="/store")
+    assert found.returncode == 1 and "Qwen4Exp on ROCm is not served" in found.stderr
+
+
+@pytest.mark.parametrize("module", ["ngram_embedding", "model_state"])
+def test_changed_ple_files_end_the_import_of_their_model(package, module):
+    found = run(f"from ssdgram.engines.vllm import activate; activate()\nimport vllm.models.qwen4_exp.nvidia.{module}",
+                package(**{f"vllm/models/qwen4_exp/nvidia/{module}.py": ""}), SSDGRAM_STORE="/store")
+    assert found.returncode == 1 and "SSDGram: vLLM 0.33.0 is not as published" in found.stderr and "Traceback" not in found.stderr
 
 
 @pytest.mark.parametrize(("name", "value", "message"), [

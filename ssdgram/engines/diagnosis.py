@@ -77,8 +77,8 @@ def _store(settings: Settings) -> Iterator[Finding]:
         manifest = Manifest.load(Path(settings.store))
         geometry = manifest.geometry
         yield judge("store", f"{settings.store}: {geometry.family}, layers {list(geometry.layers)}, rows of {geometry.row_bytes} bytes",
-                    "an Engram store of this model", geometry.family == "engram",
-                    "PLE tables are not served by the plug-ins of this version: unset SSDGRAM_STORE", MISSING)
+                    "Engram, or PLE in bf16 or fp8", geometry.encoding != "nvfp4",
+                    "NVFP4 PLE tables are not served by the plug-ins: unset SSDGRAM_STORE, or convert another checkpoint", MISSING)
     except (SSDGramError, OSError) as error:
         yield Finding("store", f"{settings.store}: {error}", "a store", MISSING, "make one with `ssdgram convert`")
         return

@@ -42,7 +42,8 @@ class Counts:
 
 class Stager:
     """One per process. `targets`: decoder layer -> torch bf16 [most tokens, columns, dim], written from row 0 on; may be empty, or
-    grow later, where every `fill` says its `out`. `most_tokens`: of a step, if the targets do not say."""
+    grow later, where every `fill` says its `out`. `most_tokens`: of a step, if the targets do not say. A target or `out` of uint8
+    gets the rows' bytes instead."""
 
     def __init__(self, store: Store, targets: Mapping[int, Any], *, most_tokens: int = 0, timeout_s: float = 30.0) -> None:
         self.store, self.timeout_s = store, timeout_s
@@ -92,8 +93,15 @@ class Stager:
         `targets`: the buffers, where the stager was given none; the same ones from call to call, or the graphs that fill them are
         captured anew.
         """
+        targets = self.targets if targets is None else targets
+        if any(target.element_size() == 1 for target in targets.values()):
+            self.begin(step, drafts=drafts)                  # bytes are gathered a layer at a time
+            self.counts.graph_steps += 1
+            for layer in tuple(self._left):
+                self.fill(layer, targets[layer])
+            return
         self.end()
-        staging = self._staging_into(self.targets if targets is None else targets)
+        staging = self._staging_into(targets)
         begun = time.monotonic()
         count = staging.fill(step if isinstance(step, Sequence) else step.sequence(), self.timeout_s)
         self.counts.wait_s += time.monotonic() - begun
@@ -129,7 +137,8 @@ class Stager:
             begun = time.monotonic()
             batch.wait(layer, timeout_s=self.timeout_s)
             self.counts.wait_s += time.monotonic() - begun
-            batch.rows(layer, out=(self.targets[layer] if out is None else out)[:self._positions])
+            target = (self.targets[layer] if out is None else out)[:self._positions]
+            (batch.packed if target.element_size() == 1 else batch.rows)(layer, out=target)
         self._left.remove(layer)
         if not self._left:
             self._batch = None

@@ -2,11 +2,15 @@
 
 SGLang calls `activate` in every process of the server, and goes on without a plug-in that raises. So this does nothing unless
 SSDGRAM_STORE is set, and then whatever is not as expected is a SystemExit: another version, a seam that changed, a hook that did
-not take. The replacements themselves are in plugin.py, registered with SGLang's HookRegistry.
+not take. The replacements themselves are in plugin.py, registered with SGLang's HookRegistry, and in ple.py.
 Invariant: with SSDGRAM_STORE set, a server starts with the store or not at all.
 """
 
 from __future__ import annotations
+
+from types import ModuleType
+
+PLE = "sglang.srt.models.qwen4_exp"
 
 _active: list[str] = []
 
@@ -23,6 +27,7 @@ def activate() -> None:
         return
     from ssdgram.engines.seams import fault, installed
     from ssdgram.engines.sglang.seams import SGLANG
+    from ssdgram.engines.watch import when_imported
 
     text = fault(SGLANG, installed(SGLANG.package))
     if text is not None:
@@ -31,6 +36,17 @@ def activate() -> None:
         from ssdgram.engines.sglang import plugin
 
         plugin.register()
+        when_imported(PLE, _patch_ple)
     except Exception as error:
         raise SystemExit(f"SSDGram: the SGLang plug-in cannot be active: {type(error).__name__}: {error}") from error
     _active.append(settings.store)
+
+
+def _patch_ple(module: ModuleType) -> None:
+    """As Qwen4Exp's module is imported; SGLang's registry takes an exception there for a model that is not available."""
+    try:
+        from ssdgram.engines.sglang import ple
+
+        ple.patch(module)
+    except Exception as error:
+        raise SystemExit(f"SSDGram: the SGLang plug-in cannot be active: {type(error).__name__}: {error}") from error

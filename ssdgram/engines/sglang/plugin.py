@@ -38,7 +38,8 @@ STAGING = "sglang.srt.layers.engram_staging"
 GRAPHS = "sglang.srt.model_executor.runner.decode_cuda_graph_runner"
 CAPTURE = "sglang.srt.model_executor.runner_utils.capture_mode"
 SCHEDULER = "sglang.srt.managers.scheduler"
-_backend: list[Backend] = []                                 # of this process, once its model is loaded
+RUNNER = "sglang.srt.model_executor.model_runner"
+_backend: list[Any] = []                                     # of this process, once its model is loaded: Backend, or ple.PLEBackend
 
 
 def settings_now() -> Settings:
@@ -53,6 +54,8 @@ def register() -> None:
     """Register all hooks, have them applied, and look whether they were. RuntimeError if one was not."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from ssdgram.engines.sglang.ple import after_manager
+
     engram = importlib.import_module(ENGRAM)
     embedding = embedding_class(engram)
     for target, hook, kind in ((f"{ENGRAM}.EngramEmbedding", embedding, HookType.REPLACE),
@@ -60,15 +63,17 @@ def register() -> None:
                                (f"{STAGING}.EngramRowStager.from_model", from_model, HookType.REPLACE),
                                (f"{GRAPHS}.DecodeCudaGraphRunner.load_batch", after_load_batch, HookType.AFTER),
                                (f"{GRAPHS}.DecodeCudaGraphRunner.execute", around_execute, HookType.AROUND),
+                               (f"{RUNNER}.ModelRunner.init_ngram_embedding_manager", after_manager, HookType.AFTER),
                                (f"{SCHEDULER}.Scheduler._add_request_to_queue", after_request, HookType.AFTER)):
         HookRegistry.register(target, hook, kind)
     HookRegistry.apply_hooks()
-    staging, graphs, scheduler = (importlib.import_module(name) for name in (STAGING, GRAPHS, SCHEDULER))
+    staging, graphs, runner, scheduler = (importlib.import_module(name) for name in (STAGING, GRAPHS, RUNNER, SCHEDULER))
     taken = {"EngramEmbedding": engram.EngramEmbedding is embedding,
              **{name: hasattr(function, "__wrapped__") for name, function in (
                  ("EngramHasher.forward", engram.EngramHasher.forward), ("EngramRowStager.from_model", staging.EngramRowStager.from_model),
                  ("DecodeCudaGraphRunner.load_batch", graphs.DecodeCudaGraphRunner.load_batch),
                  ("DecodeCudaGraphRunner.execute", graphs.DecodeCudaGraphRunner.execute),
+                 ("ModelRunner.init_ngram_embedding_manager", runner.ModelRunner.init_ngram_embedding_manager),
                  ("Scheduler._add_request_to_queue", scheduler.Scheduler._add_request_to_queue))}}
     if not all(taken.values()):
         raise RuntimeError(f"hooks that were not applied: {[name for name, done in taken.items() if not done]}")

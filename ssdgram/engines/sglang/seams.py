@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ssdgram.engines.seams import Engine, Seam
+from ssdgram.engines.sglang.ple_seams import PLE_SEAMS
 
 _ENGRAM = "srt/layers/engram.py"
 _STAGING = "srt/layers/engram_staging.py"
@@ -89,4 +90,5 @@ SGLANG = Engine("sglang", "sglang", "0.5.23", (
     Seam("srt/model_loader/loader.py", "DefaultModelLoader._get_weights_iterator", None,
          ("weight_loader_disable_mmap", "get_model", "LoadFormat.FASTSAFETENSORS")),
     Seam("srt/model_loader/weight_utils.py", "safetensors_weights_iterator", None, ("disable_mmap", "prefetch", "safetensors.safe_open")),
+    *PLE_SEAMS,
 ))

@@ -13,8 +13,9 @@ from types import ModuleType
 ENGRAM = "vllm.models.deepseek_v41.common.engram"
 MODEL_STATE = "vllm.models.deepseek_v41.nvidia.model_state"
 PREFETCH = "vllm.models.deepseek_v41.nvidia.specialized_decode.engram.prefetch"
-QWEN = "vllm.models.qwen4_exp.nvidia.model"
-ROCM = "vllm.models.deepseek_v41.amd.model"
+PLE = "vllm.models.qwen4_exp.nvidia.ngram_embedding"
+PLE_STATE = "vllm.models.qwen4_exp.nvidia.model_state"
+ROCM = {"vllm.models.deepseek_v41.amd.model": "DeepSeek-V4.1 on ROCm", "vllm.models.qwen4_exp.amd.model": "Qwen4Exp on ROCm"}
 
 _active: list[str] = []
 
@@ -39,10 +40,10 @@ def activate() -> None:
 
         raise SystemExit(f"SSDGram: {fault(VLLM, found)}")
     _active.append(settings.store)
-    when_imported(ENGRAM, _patch_engram)
-    when_imported(MODEL_STATE, _patch_state)
-    when_imported(PREFETCH, _patch_prefetch)
-    for module, model in ((QWEN, "Qwen4Exp (PLE)"), (ROCM, "DeepSeek-V4.1 on ROCm")):
+    for module, change in ((ENGRAM, _patch_engram), (MODEL_STATE, _patch_state), (PREFETCH, _patch_prefetch), (PLE, _patch_ple),
+                           (PLE_STATE, _patch_ple_state)):
+        when_imported(module, change)
+    for module, model in ROCM.items():
         when_imported(module, _refusal(model))
 
 
@@ -74,6 +75,20 @@ def _patch_prefetch(module: ModuleType) -> None:
     from ssdgram.engines.vllm import plugin
 
     plugin.patch_prefetch(module)
+
+
+def _patch_ple(module: ModuleType) -> None:
+    _checked()
+    from ssdgram.engines.vllm import ple
+
+    ple.patch_ngram(module)
+
+
+def _patch_ple_state(module: ModuleType) -> None:
+    _checked()
+    from ssdgram.engines.vllm import ple
+
+    ple.patch_state(module)
 
 
 def _refusal(model: str):  # type: ignore[no-untyped-def]

@@ -9,22 +9,25 @@ Invariant: what passes reads no byte of a table.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from ssdgram.errors import ConfigError
 
 LAZY_FORMATS = ("auto", "hf", "safetensors", "dummy")        # load formats whose files are mapped, or not opened at all
+TABLES = (".engram.embed.weight", ".engram.embed.scale")     # how tables are called: DeepSeek's, and Qwen4Exp's
+PLE_TABLE = re.compile(r"\.ngram_embedding\.(shard_\d+\.)?weight$")
 NETWORK = ("nfs", "nfs4", "lustre")                          # file systems on which vLLM reads ahead by itself
 
 
 def holds_tables(folder: Path) -> bool:
-    """Whether the checkpoint's index names an Engram table (without a readable index: yes)."""
+    """Whether the checkpoint's index names an n-gram table (without a readable index: yes)."""
     try:
         names = json.loads((folder / "model.safetensors.index.json").read_bytes())["weight_map"]
     except (OSError, ValueError, KeyError, TypeError):
         return True
-    return any(str(name).endswith((".engram.embed.weight", ".engram.embed.scale")) for name in names)
+    return any(str(name).endswith(TABLES) or PLE_TABLE.search(str(name)) for name in names)
 
 
 def check_loader(config: Any) -> None:

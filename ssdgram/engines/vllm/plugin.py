@@ -189,7 +189,12 @@ def check_against(geometry: Geometry | None, layout: Any, layer: int) -> None:
 
 def patch_state(module: ModuleType) -> None:
     """Change `DeepseekV41ModelState` of vllm.models.deepseek_v41.nvidia.model_state in place; its subclass inherits."""
-    state = module.DeepseekV41ModelState
+    change_state(module.DeepseekV41ModelState, attach, begin_step)
+
+
+def change_state(state: Any, attach: Callable[..., None], begin_step: Callable[..., None]) -> None:
+    """Change a class of model states in place: `attach(self, vllm_config, model, device)` when one is made, `begin_step(self,
+    input_batch, req_states)` behind the inputs of each step, and early prefetch."""
 
     def before(name: str) -> Callable[[Any], Any]:
         def decorate(hook: Callable[..., None]) -> Any:
@@ -257,8 +262,7 @@ def attach(state: Any, vllm_config: Any, model: Any, device: torch.device) -> No
     if not layers or state.lookback_token_ids is None:
         return                                               # a rank of a pipeline without Engram layers
     settings = settings_now()
-    parallel = vllm_config.parallel_config
-    rank = int(getattr(parallel, "data_parallel_rank_local", 0) or 0) * parallel.world_size + int(parallel.rank)
+    rank = rank_on_node(vllm_config.parallel_config)
     numbers = [part._ssdgram_layer for part in layers]
     store = opening.open_store(settings, layers=numbers, device=str(device), engine="vllm", rank=rank)
     try:
@@ -281,16 +285,25 @@ def attach(state: Any, vllm_config: Any, model: Any, device: torch.device) -> No
         object.__setattr__(owner, STAGER, stager)
 
 
-def begin_step(state: Any, input_batch: Any, req_states: Any) -> None:
-    """Start a real batch's reads; for a FULL graph, stage its rows too. Dummy batches (of requests that nobody added) read nothing."""
+def rank_on_node(parallel: Any) -> int:
+    """The number of this process among those of its node."""
+    return int(getattr(parallel, "data_parallel_rank_local", 0) or 0) * int(parallel.world_size) + int(parallel.rank)
+
+
+def begin_step(state: Any, input_batch: Any, req_states: Any, *, before: Any = None, newest_first: bool = True,
+               image: int = IMAGE_ID) -> None:
+    """Start a real batch's reads; for a FULL graph, stage its rows too. Dummy batches (of requests that nobody added) read nothing.
+
+    `before`: the windows of ids before each request's chunk (None: DeepSeek's), `newest_first` or oldest; `image`: as in Windows.
+    """
     stager = getattr(state, STAGER)
     if not input_batch.req_ids or input_batch.req_ids[0] not in req_states.req_id_to_index:
         stager.begin(None)
         return
     step = stager.stage if state._ssdgram_full else stager.begin
     step(Windows(tokens=input_batch.input_ids, positions=input_batch.positions, starts=input_batch.query_start_loc,
-                 before=state.lookback_token_ids, count=int(input_batch.num_tokens), requests=int(input_batch.num_reqs), image=IMAGE_ID),
-         drafts=int(input_batch.num_draft_tokens))
+                 before=state.lookback_token_ids if before is None else before, count=int(input_batch.num_tokens),
+                 requests=int(input_batch.num_reqs), newest_first=newest_first, image=image), drafts=int(input_batch.num_draft_tokens))
     early = state._ssdgram_early
     if early is not None and len(early) > 0:
         advance(early, input_batch)

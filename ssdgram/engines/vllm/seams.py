@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ssdgram.engines.seams import Engine, Seam
+from ssdgram.engines.vllm.ple_seams import PLE_SEAMS
 
 _ENGRAM = "models/deepseek_v41/common/engram.py"
 _STATE = "models/deepseek_v41/nvidia/model_state.py"
@@ -114,4 +115,5 @@ VLLM = Engine("vllm", "vllm", "0.33.0", (
          ("'eager'", "'prefetch'", "'nfs'", "'nfs4'", "'lustre'", "safe_open")),
     Seam("plugins/__init__.py", "DEFAULT_PLUGINS_GROUP", None, ("'vllm.general_plugins'",)),
     Seam("plugins/__init__.py", "load_general_plugins", "()", ("load_plugins_by_group", "func")),
+    *PLE_SEAMS,
 ))
