@@ -64,7 +64,8 @@ test-rules: $(READY)
 test-gpu: $(READY)
 	$(PYTEST) -q -m gpu $(ARGS)
 
-# The plug-ins' tables against the published files of both engines, fetched by pip into .peer/ (about 380 MB, once).
+# The plug-ins' tables against the published files of both engines, and vLLM's own PLE classes with and without the plug-in; fetched by
+# pip into .peer/ (about 380 MB, and 60 MB of packages that vLLM's files import, once).
 test-engines: $(READY)
 	PYTHONPATH=. $(BIN)/python tests/fetch_engines.py .peer/engines
 	$(PYTEST) -q -m engines $(ARGS)

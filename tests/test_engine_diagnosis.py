@@ -47,6 +47,11 @@ def test_what_is_wrong_has_a_line_and_is_in_the_verdict(all_well, change, subjec
     assert findings["plug-in"].found.startswith("would not be active: ") and subject in findings["plug-in"].found
 
 
+def test_ple_stores_are_told_by_their_encoding(all_well, ple):
+    finding = verdicts({**all_well, "SSDGRAM_STORE": str(ple.out)})["store"]
+    assert "ple" in finding.found and (finding.verdict == MISSING) == (ple.geometry.encoding == "nvfp4")
+
+
 def test_an_allow_list_with_the_plug_in_is_right(all_well):
     assert verdicts({**all_well, "VLLM_PLUGINS": "a, ssdgram"})["plug-in"].verdict == OK
 

@@ -93,3 +93,14 @@ def test_an_index_that_cannot_be_read_counts_as_one_with_tables(tmp_path):
     assert holds_tables(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a.weight": "x"}}))
     assert not holds_tables(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "found"), [
+    ("layers.1.engram.embed.weight", True), ("layers.1.engram.embed.scale", True),
+    ("model.language_model.layers.1.ple.ple_embedding.ngram_embedding.shard_12.weight", True),
+    ("model.layers.1.ple.ple_embedding.ngram_embedding.weight", True),
+    ("model.layers.1.ple.ple_embedding.ngram_embedding.weight_scale", False), ("model.layers.1.ple.key_proj.weight", False),
+])
+def test_tables_are_known_by_their_names(tmp_path, name, found):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {name: "x"}}))
+    assert holds_tables(tmp_path) == found

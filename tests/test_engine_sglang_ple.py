@@ -81,7 +81,8 @@ class Server:
             lengths.append(count)
         return types.SimpleNamespace(
             forward_mode=mode, input_ids=torch.tensor(ids + [0] * padded), spec_info=types.SimpleNamespace(draft_token_num=block),
-            req_pool_indices=torch.tensor([self.slot(name) for name in scheduled]), positions=torch.zeros(len(ids) + padded, dtype=torch.int64),
+            req_pool_indices=torch.tensor([self.slot(name) for name in scheduled]),
+            positions=torch.zeros(len(ids) + padded, dtype=torch.int64),
             extend_seq_lens_cpu=lengths if mode == ForwardMode.EXTEND else None)
 
     def forward(self, batch):

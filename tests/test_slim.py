@@ -97,6 +97,14 @@ def test_where_hard_links_cannot_be_symbolic_ones_are_made(checkpoint, tmp_path,
     assert (tmp_path / "slim/config.json").is_symlink() and (tmp_path / "slim/config.json").samefile(checkpoint / "config.json")
 
 
+def test_a_ple_table_goes_and_its_scale_stays(tmp_path):
+    small_ple(tmp_path / "ckpt", encoding="fp8_global")
+    slim(tmp_path / "ckpt", tmp_path / "slim")
+    names = [name for path in (tmp_path / "slim").glob("*.safetensors") for name in read_header(path)]
+    assert not holds_tables(tmp_path / "slim") and any(name.endswith("weight_scale") for name in names)
+    assert small_tensors(tmp_path / "slim") == small_tensors(tmp_path / "ckpt")
+
+
 def test_shards_that_hold_nothing_else_go(tmp_path):
     small_ple(tmp_path / "ckpt")
     done = slim(tmp_path / "ckpt", tmp_path / "slim")

@@ -62,7 +62,8 @@ def embedding_class(module: Any) -> type:
 
         def __init__(self, embedding: Any, *, backend: str = "pinned", table_dir: str | None = None) -> None:
             nn.Module.__init__(self)
-            opening.refuse(bool(embedding.num_added_embeddings), "a PLE table with added vocabulary rows is not served: unset SSDGRAM_STORE")
+            opening.refuse(bool(embedding.num_added_embeddings), "a PLE table with added vocabulary rows is not served: unset "
+                                                                 "SSDGRAM_STORE")
             for name in self._COPIED_ATTRIBUTES:
                 setattr(self, name, getattr(embedding, name))
             self.quant_method = None
@@ -209,7 +210,8 @@ def around_prepare(original: Any, input_ids: torch.Tensor, forward_batch: Any, *
     backend.warming_up = decodes and plugin.in_capture()
     if plugin.capturing():
         if batch is not None and not decodes:
-            raise RuntimeError("SSDGram: this graph would capture a prefill's lookup: use --cuda-graph-backend-prefill=breakable or disabled")
+            raise RuntimeError("SSDGram: this graph would capture a prefill's lookup: use --cuda-graph-backend-prefill=breakable or "
+                               "disabled")
     elif batch is None or plugin.in_capture():
         backend.stager.begin(None)
     else:

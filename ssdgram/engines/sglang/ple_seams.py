@@ -42,7 +42,8 @@ PLE_SEAMS = (
          ("self._consume_prefetched_embeddings", "self.ple_embedding")),
     # the forward's batch
     Seam(_MODEL, "_prepare_ple_batch", "(input_ids, forward_batch, *, ngram_size, ngram_eos_token_id)",
-         ("mode.is_idle", "extend_seq_lens_cpu", "get_req_to_token_pool().get_ngram_context", "history", "padded", "_PLEBatch", "ngram_context=")),
+         ("mode.is_idle", "extend_seq_lens_cpu",
+          "get_req_to_token_pool().get_ngram_context", "history", "padded", "_PLEBatch", "ngram_context=")),
     Seam(_MODEL, "_PLEBatch", None, ("mode", "processed_tokens", "lengths", "row_width", "ngram_context"),
          why="ngram_context: history, oldest first, then the step's tokens"),
     Seam(_MODEL, "_breakable_prepare_ple_batch", None, ("_prepare_ple_batch",), ("eager_on_graph",)),
