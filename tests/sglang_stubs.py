@@ -176,6 +176,7 @@ def install(monkeypatch, broken=None):
     class ModelRunner:
         def __init__(self, model, pool):
             self.model, self.req_to_token_pool, self.device, self.gpu_id = model, pool, "cpu", 0
+            self.server_args = types.SimpleNamespace(speculative_num_draft_tokens=None)
 
         def init_ngram_embedding_manager(self):
             self.ngram_embedding_manager = types.SimpleNamespace()

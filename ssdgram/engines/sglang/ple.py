@@ -173,7 +173,10 @@ class PLEBackend:
         requests = int(batch.lengths.shape[0])
         block = int(batch.row_width) if decodes else 1
         starts = None if decodes else torch.cumsum(batch.lengths, 0) - batch.lengths
-        self._start(tokens, batch.ngram_context[:, :self.depth], count, requests, starts, block, requests * (block - 1))
+        self.stager.begin(self._windows(tokens, batch.ngram_context[:, :self.depth], count, requests, starts, block),
+                          drafts=requests * (block - 1))
+        if self.early is not None and len(self.early) > 0:
+            self.early.pump()
 
     def begin_graph(self, runner: Any, forward_batch: Any) -> None:
         """Before a decode graph is replayed: its batch's rows into the buffers that it reads."""
@@ -184,20 +187,30 @@ class PLEBackend:
             raise RuntimeError("SSDGram: ragged verification is not served: set SGLANG_RAGGED_VERIFY_MODE=static, or unset SSDGRAM_STORE")
         buffers, requests, block = runner.buffers, int(runner.raw_bs), int(runner.captured_req_width)
         history = self.pool.get_ngram_context(self.pool.get_mamba_indices(buffers.req_pool_indices[:requests]).long())
-        self._start(buffers.input_ids, history, requests * block, requests, None, block, requests * (block - 1))
+        windows = self._windows(buffers.input_ids, history, requests * block, requests, None, block)
+        drafts = requests * (block - 1)
+        if self.tables[0].weight.dtype.itemsize == 2:
+            self.stager.stage(windows, drafts=drafts, targets={table.layer_id: table.graph_rows for table in self.tables})
+            return
+        self.stager.begin(windows, drafts=drafts)
         self.stager.counts.graph_steps += 1
         for table in self.tables:
             table.deliver(table.graph_rows[:self.count])
 
-    def _start(self, tokens: torch.Tensor, before: torch.Tensor, count: int, requests: int, starts: Any, block: int, drafts: int) -> None:
+    def _windows(self, tokens: torch.Tensor, before: torch.Tensor, count: int, requests: int, starts: Any, block: int) -> Windows:
         """The history holds EOS where there is no token, and an EOS hides what lies before it: so every position is a far one."""
         if self._far.shape[0] < count:
             self._far = torch.full((count,), FAR, dtype=torch.int64, device=self.device)
         self.count = count
-        self.stager.begin(Windows(tokens=tokens.reshape(-1), positions=self._far, before=before, starts=starts, block=block, count=count,
-                                  requests=requests, newest_first=False), drafts=drafts)
-        if self.early is not None and len(self.early) > 0:
-            self.early.pump()
+        return Windows(tokens=tokens.reshape(-1), positions=self._far, before=before, starts=starts, block=block, count=count,
+                       requests=requests, newest_first=False)
+
+    def load(self, block: int) -> None:
+        """Load the kernels of the steps to come, on their GPU: prefill, decode, verification of `block` tokens."""
+        tokens = torch.zeros(block, dtype=torch.int64, device=self.device)
+        before = torch.zeros(1, self.depth, dtype=torch.int64, device=self.device)
+        for size, starts in ((1, torch.zeros(1, dtype=torch.int64, device=self.device)), (1, None), (block, None)):
+            self._windows(tokens, before, size, 1, starts, size).load()
 
 
 def around_prepare(original: Any, input_ids: torch.Tensor, forward_batch: Any, **options: Any) -> Any:
@@ -248,6 +261,7 @@ def attach(runner: Any, tables: list[Any]) -> None:
             if table.weight.dtype.itemsize == 1:
                 ple.check_scale(store, layer=layer, scale=float(table.weight_scale))
         backend = PLEBackend(store, tables, runner.req_to_token_pool, where, settings, plugin.most_tokens(engram))
+        backend.load(int(getattr(runner.server_args, "speculative_num_draft_tokens", None) or 1))
     except BaseException:
         store.close()
         raise

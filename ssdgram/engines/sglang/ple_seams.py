@@ -62,5 +62,5 @@ PLE_SEAMS = (
     Seam(_STATE, "NGramPool.__init__", None, ("self.context", "eos_token_id", "torch.long"), why="EOS where there is no token"),
     Seam(_STATE, "NGramPool.get_context", "(self, indices)", ("self.context.index_select",)),
     Seam(_RUNNER, "ModelRunner.init_ngram_embedding_manager", "(self)", ("self.model", "self.req_to_token_pool", "self.device")),
-    Seam(_RUNNER, "ModelRunner.__init__", None, ("self.gpu_id", "self.device")),
+    Seam(_RUNNER, "ModelRunner.__init__", None, ("self.gpu_id", "self.device", "self.server_args")),
 )

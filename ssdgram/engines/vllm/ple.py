@@ -144,6 +144,7 @@ def attach(state: Any, vllm_config: Any, model: Any, device: torch.device) -> No
                 ple.check_scale(store, layer=layer, scale=float(table.weight_scale))
         stager = Stager(store, {table._ssdgram_layer: bytes_or_rows(table._prefetch_buffer) for table in tables},
                         timeout_s=settings.timeout_s)
+        plugin.windows_like(state.ngram_context, newest_first=False).load()
     except BaseException:
         store.close()
         raise

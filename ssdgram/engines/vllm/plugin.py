@@ -272,9 +272,7 @@ def attach(state: Any, vllm_config: Any, model: Any, device: torch.device) -> No
         opening.check_hash(store, layers=hasher.layout.layer_ids, multipliers=hasher.multipliers.cpu().numpy(),
                            token_map=hasher.token_map.cpu().numpy())
         stager = Stager(store, {part._ssdgram_layer: part.staged_rows for part in layers}, timeout_s=settings.timeout_s)
-        like = {"tokens": torch.int32, "positions": torch.int64, "starts": torch.int32}
-        Windows(before=state.lookback_token_ids, count=1, requests=1,
-                **{name: torch.zeros(2, dtype=kind, device=device) for name, kind in like.items()}).load()
+        windows_like(state.lookback_token_ids).load()
     except BaseException:
         store.close()
         raise
@@ -283,6 +281,13 @@ def attach(state: Any, vllm_config: Any, model: Any, device: torch.device) -> No
     state._ssdgram_full = False
     for owner in (state, *layers):
         object.__setattr__(owner, STAGER, stager)
+
+
+def windows_like(before: torch.Tensor, newest_first: bool = True) -> Windows:
+    """The windows of a step of one token, with tensors of the types that vLLM's steps have."""
+    like = {"tokens": torch.int32, "positions": torch.int64, "starts": torch.int32}
+    return Windows(before=before, count=1, requests=1, newest_first=newest_first,
+                   **{name: torch.zeros(2, dtype=kind, device=before.device) for name, kind in like.items()})
 
 
 def rank_on_node(parallel: Any) -> int:
