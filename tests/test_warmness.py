@@ -1,5 +1,6 @@
 """bench warmness in miniature: what is refused, what is equal, what is written. No times are judged."""
 
+import copy
 import json
 import mmap
 import os
@@ -12,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from ssdgram.bench.material import Material, make
-from ssdgram.bench.warmness import bars, cells, document, meter, report, sizes, stand_in, states, steps, text
+from ssdgram.bench.warmness import bars, cells, compare, document, meter, report, sizes, stand_in, states, steps, text
 from ssdgram.bench.warmness import run as run_module
 from ssdgram.bench.warmness.placements import Ssdgram
 from ssdgram.bench.warmness.run import Options, run
@@ -411,6 +412,37 @@ def test_bars_compare_what_they_say():
     assert bars.bars(made)[7]["what"].startswith("warm ssdgram-hbm-frame over hbm")
     made["budget"]["share"] = 0.2
     assert [bar["ok"] for bar in bars.bars(made)][3:] == [None] * 17
+
+
+def test_two_runs_beside_each_other(result, tmp_path):
+    earlier, later = copy.deepcopy(result), copy.deepcopy(result)
+    cells_of, rows_of = ([row for row in rows if row["status"] == "ok"] for rows in (later["cells"], later["step"]["rows"]))
+    for row in cells_of + rows_of:
+        row["stable"] = False
+    cells_of[0]["lookup_us"]["p50"] *= 1.11
+    rows_of[0]["step_ms"]["p50"] /= 1.11
+    marked = compare.mark(later, earlier)
+    assert [row for row in cells_of + rows_of if not row["stable"]] == [cells_of[0], rows_of[0]]
+    assert marked["compared"]["cells"] - 2 == marked["compared"]["stable"] == len(cells_of + rows_of) - 2
+    assert "two runs" in marked["bars"][-1]["what"] and marked["bars"][-1]["found"] < 1
+    earlier["cells"] = []
+    assert not any(row["stable"] for row in compare.mark(copy.deepcopy(result), earlier)["cells"] if row["status"] == "ok")
+    earlier["trace"]["digest"] = "other"
+    with pytest.raises(ConfigError, match="differ in trace digest"):
+        compare.mark(later, earlier)
+
+
+def test_the_command_marks_a_report_that_is_there(result, tmp_path):
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(result))
+    runner = CliRunner()
+    done = runner.invoke(main, ["bench", "warmness", "--report", str(path), "--against", str(path), "--out", str(tmp_path / "again")])
+    assert done.exit_code == 0, done.output
+    found = json.loads((tmp_path / "again" / "report.json").read_text())
+    assert found["compared"]["stable"] == found["compared"]["cells"] > 0 and f"{found['compared']['cells']} medians within" in done.output
+    (tmp_path / "other.json").write_text("[]")
+    done = runner.invoke(main, ["bench", "warmness", "--report", str(path), "--against", str(tmp_path / "other.json")])
+    assert done.exit_code == 1 and "is no report" in done.output
 
 
 def test_the_command_refuses_what_it_does_not_know():

@@ -6,7 +6,7 @@
     states.py       SSDGram stores that are cold, mixed, steady or warm
     cells.py        the matrix: interleaved lookups, percentiles, refusals
     steps.py        the step model: a decode loop with stand-in compute (stand_in.py) around the lookups
-    report.py, plots.py, html.py     what comes out
+    report.py, plots.py, html.py     what comes out; compare.py: whether it repeats
 
 Everything is one command, `ssdgram bench warmness` (__main__.py).
 """

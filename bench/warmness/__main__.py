@@ -2,6 +2,7 @@
 
     ssdgram bench warmness STORE --checkpoint CKPT --out REPORT      a store that is there
     ssdgram bench warmness --quick --folder DIR --out REPORT         a small table made for the run, three minutes on two cores
+    ssdgram bench warmness --report B.json --against A.json --out REPORT      two runs: what differs by 10 % or more is marked
 
 Without STORE a table of made-up rows in the real layout is made in --folder, on the drive that is to be measured, and deleted
 afterwards. Placements: hbm, dram-uva (a GPU reads pinned rows), dram-copy, ssd-mmap, ssd-pread, ssdgram, ssdgram-hbm (warm, with its
@@ -13,8 +14,11 @@ GPU if there is one. --out gets report.html (self-contained), report.json, cells
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
+
+from ssdgram.errors import SSDGramError
 
 
 @click.command(help=__doc__)
@@ -41,17 +45,25 @@ import click
 @click.option("--layer-us", help="Your own step times: microseconds of a decode layer by streams, such as 64=250,256=400.")
 @click.option("--limit-s", type=float, help="Cells that would begin later than this are not run.")
 @click.option("--force-filler", is_flag=True, help="Take a trace that repeats itself; the report says so.")
+@click.option("--against", type=click.Path(path_type=Path, exists=True, dir_okay=False),
+              help="The report.json of an earlier run of the same command: cells whose medians moved by 10 % or more are marked.")
+@click.option("--report", "reported", type=click.Path(path_type=Path, exists=True, dir_okay=False),
+              help="Measure nothing: write the report of this report.json anew.")
 @click.option("--keep", is_flag=True, help="Leave the made table for the next run.")
 def main(store: Path | None, checkpoint: Path | None, folder: Path, out: Path, quick: bool, device: str, rows: int | None,
          trace: Path | None, tokens: int | None, dram: str | None, hbm: str | None, queue: str, placements: tuple[str, ...],
          warmness: tuple[str, ...], decode: str | None, prefill: str | None, step: bool, layer_us: str | None,
-         limit_s: float | None, force_filler: bool, keep: bool) -> None:
+         limit_s: float | None, force_filler: bool, against: Path | None, reported: Path | None, keep: bool) -> None:
     """Parse, run, report."""
     from ssdgram._budget import parse_size
-    from ssdgram.bench.warmness import report
+    from ssdgram.bench.warmness import compare
     from ssdgram.bench.warmness.run import NAMES, Options, run
     from ssdgram.bench.warmness.sizes import PRESETS, WARMNESS
 
+    earlier = compare.load(against) if against else None     # before anything is measured
+    if reported:
+        _write(compare.load(reported), earlier, out)
+        return
     unknown = set(placements) - set(NAMES)
     if unknown:
         raise click.BadParameter(f"{', '.join(sorted(unknown))}: there are {', '.join(NAMES)}", param_hint="--placement")
@@ -65,6 +77,18 @@ def main(store: Path | None, checkpoint: Path | None, folder: Path, out: Path, q
                          placements=placements or NAMES, warmness=warmness or WARMNESS, force_filler=force_filler, keep=keep,
                          step=step, layer_us=_times(layer_us)),
                  say=lambda text: click.echo(f"  {text}"))
+    _write(result, earlier, out)
+
+
+def _write(result: dict[str, Any], earlier: dict[str, Any] | None, out: Path) -> None:
+    """Show and write a result, compared with an earlier one if there is one."""
+    from ssdgram.bench.warmness import compare, report
+
+    if earlier is not None:
+        try:
+            compare.mark(result, earlier)
+        except SSDGramError as error:                        # what was measured is not thrown away
+            click.echo(f"not compared: {error}", err=True)
     report.show(result)
     for path in report.write(result, out):
         click.echo(f"written: {path}")

@@ -54,5 +54,6 @@ def _stability(result: dict[str, Any]) -> dict[str, Any]:
     rows = [*result["cells"], *(result["step"]["rows"] if result["step"] else [])]
     measured = [row for row in rows if row["status"] == "ok"]
     stable = sum(row["stable"] for row in measured)
-    return {"what": "cells whose medians of the two passes differ by less than 10 % (the others are marked)",
+    twice = "runs" if "compared" in result else "passes"
+    return {"what": f"cells whose medians of the two {twice} differ by less than 10 % (the others are marked)",
             "found": stable / len(measured) if measured else None, "bar": "marked", "ok": None}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from ssdgram.bench.warmness.report import PLACES, STATES, count, figure, hits, ms, reasons, verdict
+from ssdgram.bench.warmness.report import PLACES, STATES, UNSTABLE_IS, count, figure, hits, ms, reasons, verdict
 
 if TYPE_CHECKING:
     from ssdgram.bench.warmness.plots import Plot
@@ -118,7 +118,7 @@ def _cells(result: dict[str, Any]) -> str:
     heads = ["placement", "p50", "p90", "p99", "max, ms", "stall p50, ms", "rows/s", "hits by order, %", "reads", "reads/s",
              "bytes per useful", "CPU, ms", "minor / major faults", "switches", "PCIe, MiB", "pinned, GiB", "RSS, GiB",
              "page cache before / after, %"]
-    parts = ["<h2>Every cell</h2><p class=note>Per lookup, all layers. * unstable: the medians of the two passes differ by 10 % or more. "
+    parts = [f"<h2>Every cell</h2><p class=note>Per lookup, all layers. * unstable: {UNSTABLE_IS}. "
              "RSS is that of the whole process, all placements in it. PCIe bytes are computed.</p>"]
     for state in STATES:
         rows, first, before = [], [], None
@@ -201,6 +201,6 @@ def _missing(result: dict[str, Any]) -> str:
 
 
 def _facts(result: dict[str, Any]) -> str:
-    rows = [[escape(str(name)), escape(str(value))] for part in ("facts", "table", "budget", "trace", "sizes")
-            for name, value in ((f"{part}: {key}", value) for key, value in result[part].items())]
+    rows = [[escape(str(name)), escape(str(value))] for part in ("facts", "table", "budget", "trace", "sizes", "compared")
+            for name, value in ((f"{part}: {key}", value) for key, value in result.get(part, {}).items())]
     return "<h2>Machine, versions, text, sizes</h2>" + _table(["what", "value"], rows, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 Cell = dict[str, Any]
 PLACES = ["hbm", "dram-uva", "dram-copy", "ssd-mmap", "ssd-pread", "ssdgram", "ssdgram-frame", "ssdgram-hbm", "ssdgram-hbm-frame"]
 STATES = ["cold", "mixed", "steady", "warm"]
+UNSTABLE_IS = "the medians of the two passes (beside an earlier run: of the two runs) differ by 10 % or more"
 
 
 def us(value: float) -> str:
@@ -44,34 +46,21 @@ def hits(cell: Cell) -> str:
 
 def table_of(result: dict[str, Any]) -> Table:
     """The matrix, one line a cell."""
-    from rich.table import Table
+    heads = ("p50/p90/p99/max\nms", "rows/s", "hits, %\n2/3/4-gram", "reads", "bytes per\nuseful", "stall p50\nms", "CPU\nms",
+             "faults\nmin/maj", "page cache, %\nbefore/after")
+    caption = f"hits: share of a step's distinct bundles, by n-gram order; * unstable: {UNSTABLE_IS}"
+    return _sections("placement x warmness x batch", caption, ("warmness", "batch", "placement"), heads,
+                     sorted(result["cells"], key=_order), _cell_line)
 
-    table = Table(title="placement x warmness x batch", title_justify="left", caption_justify="left",
-                  caption="hits: share of a step's distinct bundles, by n-gram order; * unstable: the two passes' medians differ by 10 % "
-                          "or more")
-    for name in ("warmness", "batch", "placement"):
-        table.add_column(name, no_wrap=True)
-    for name in ("p50/p90/p99/max\nms", "rows/s", "hits, %\n2/3/4-gram", "reads", "bytes per\nuseful", "stall p50\nms", "CPU\nms",
-                 "faults\nmin/maj", "page cache, %\nbefore/after"):
-        table.add_column(name, justify="right", no_wrap=True)
-    before = None
-    for cell in sorted(result["cells"], key=_order):
-        row = (cell["warmness"], cell["kind"], cell["tokens"])
-        if before is not None and row != before:
-            table.add_section()
-        head = (cell["warmness"], f"{cell['kind']} {cell['tokens']}") if row != before else ("", "")
-        before = row
-        if cell["status"] != "ok":
-            table.add_row(*head, cell["placement"], f"[dim]{cell['status']}[/]")
-            continue
-        times = cell["lookup_us"]
-        mark = "" if cell["stable"] else " *"
-        table.add_row(*head, cell["placement"], "/".join(ms(times[name]) for name in ("p50", "p90", "p99", "max")) + mark,
-                      count(cell["rows_s"]), hits(cell), count(cell["reads"]), f"{cell['bytes_per_useful_byte']:.2f}",
-                      ms(cell["stall_us"]["p50"]), ms(1e6 * cell["cpu_s"]),
-                      f"{count(cell['minor_faults'])}/{count(cell['major_faults'])}",
-                      f"{100 * cell['cached_before']:.3g}/{100 * cell['cached_after']:.3g}")
-    return table
+
+def _cell_line(cell: Cell) -> tuple[list[str], list[str]]:
+    if cell["status"] != "ok":
+        return [cell["placement"]], [f"[dim]{cell['status']}[/]"]
+    times, mark = cell["lookup_us"], "" if cell["stable"] else " *"
+    return [cell["placement"]], ["/".join(ms(times[name]) for name in ("p50", "p90", "p99", "max")) + mark, count(cell["rows_s"]),
+                                 hits(cell), count(cell["reads"]), f"{cell['bytes_per_useful_byte']:.2f}", ms(cell["stall_us"]["p50"]),
+                                 ms(1e6 * cell["cpu_s"]), f"{count(cell['minor_faults'])}/{count(cell['major_faults'])}",
+                                 f"{100 * cell['cached_before']:.3g}/{100 * cell['cached_after']:.3g}"]
 
 
 def _order(cell: Cell) -> tuple[Any, ...]:
@@ -80,39 +69,48 @@ def _order(cell: Cell) -> tuple[Any, ...]:
 
 def step_table(result: dict[str, Any]) -> Table:
     """The step model, one line a loop."""
+    step = result["step"]
+    heads = ("tokens/s", "ms a step\np50/p90/p99", "exposed, ms\np50/p99", "window\np50/p99", "hits, %", "reads/s")
+    return _sections(f"step model: {step['layers']} layers, n-gram rows needed at {', '.join(map(str, step['engram']))}",
+                     "exposed: what a step takes longer than the layers alone; window: layers that would hide it",
+                     ("text", "batch", "placement", "prefetch"), heads, sorted(step["rows"], key=_step_order), _step_line)
+
+
+def _step_line(row: Cell) -> tuple[list[str], list[str]]:
+    left = [row["placement"], "on" if row["prefetch"] else "off"]
+    if row["status"] != "ok":
+        return left, [f"[dim]{row['status']}[/]"]
+    times, exposed, window = row["step_ms"], row["exposed_us"], row.get("window_layers")
+    return left, [f"{row['tokens_s']:,.0f}" + ("" if row["stable"] else " *"),
+                  "/".join(f"{times[name]:.3g}" for name in ("p50", "p90", "p99")),
+                  f"{ms(exposed['p50'])}/{ms(exposed['p99'])}", f"{window['p50']}/{window['p99']}" if window else "",
+                  f"{100 * row['hit_rate_all']:.0f}" if "hit_rate_all" in row else "", count(row["reads_s"]) if "reads_s" in row else ""]
+
+
+def _step_order(row: Cell) -> tuple[Any, ...]:
+    return (row["kind"], STATES.index(row["warmness"]), row["tokens"], ["none", *PLACES].index(row["placement"]), not row["prefetch"])
+
+
+def _sections(title: str, caption: str, left: tuple[str, ...], right: tuple[str, ...], rows: list[Cell],
+              line: Callable[[Cell], tuple[list[str], list[str]]]) -> Table:
+    """Sorted rows by state and batch, which are told once for each section; `line`: what stands left of the figures, and these."""
     from rich.table import Table
 
-    step = result["step"]
-    needed = ", ".join(map(str, step["engram"]))
-    table = Table(title=f"step model: {step['layers']} layers, n-gram rows needed at {needed}", title_justify="left",
-                  caption_justify="left",
-                  caption="exposed: what a step takes longer than the layers alone; window: layers that would hide it")
-    for name in ("text", "batch", "placement", "prefetch"):
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
+    for name in left:
         table.add_column(name, no_wrap=True)
-    for name in ("tokens/s", "ms a step\np50/p90/p99", "exposed, ms\np50/p99", "window\np50/p99", "hits, %", "reads/s"):
+    for name in right:
         table.add_column(name, justify="right", no_wrap=True)
     before = None
-    for row in sorted(step["rows"], key=_step_order):
+    for row in rows:
         place = (row["warmness"], row["kind"], row["tokens"])
         if before is not None and place != before:
             table.add_section()
         head = (row["warmness"], f"{row['kind']} {row['tokens']}") if place != before else ("", "")
         before = place
-        how = "on" if row["prefetch"] else "off"
-        if row["status"] != "ok":
-            table.add_row(*head, row["placement"], how, f"[dim]{row['status']}[/]")
-            continue
-        times, exposed, window = row["step_ms"], row["exposed_us"], row.get("window_layers")
-        table.add_row(*head, row["placement"], how, f"{row['tokens_s']:,.0f}" + ("" if row["stable"] else " *"),
-                      "/".join(f"{times[name]:.3g}" for name in ("p50", "p90", "p99")), f"{ms(exposed['p50'])}/{ms(exposed['p99'])}",
-                      f"{window['p50']}/{window['p99']}" if window else "",
-                      f"{100 * row['hit_rate_all']:.0f}" if "hit_rate_all" in row else "",
-                      count(row["reads_s"]) if "reads_s" in row else "")
+        names, figures = line(row)
+        table.add_row(*head, *names, *figures)
     return table
-
-
-def _step_order(row: Cell) -> tuple[Any, ...]:
-    return (row["kind"], STATES.index(row["warmness"]), row["tokens"], ["none", *PLACES].index(row["placement"]), not row["prefetch"])
 
 
 def bars_table(result: dict[str, Any]) -> Table:
@@ -166,6 +164,10 @@ def show(result: dict[str, Any]) -> None:
     if result["step"]:
         console.print(step_table(result))
     console.print(bars_table(result))
+    if "compared" in result:
+        compared = result["compared"]
+        console.print(f"beside the run of {compared['with']}: {compared['stable']} of {compared['cells']} medians within 10 %",
+                      highlight=False)
     for line in reasons(result):
         console.print(line, highlight=False)
 

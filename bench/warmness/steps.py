@@ -311,7 +311,8 @@ class StepModel:
         layer_s, one_read_s = self._computes["decode", tokens].layer_us / 1e6, self.one_read_us / 1e6
         without = warm["exposed_us"]["mean"] / 1e6           # what is exposed without any read
         need: dict[str, Any] = {"tokens": tokens, "reads_a_step": steady["reads"], "reads_s_seen": steady["reads_s"],
-                                "exposed_warm_us": warm["exposed_us"]["mean"], "exposed_steady_us": steady["exposed_us"]["mean"],
+                                "exposed_warm_us": warm["exposed_us"]["mean"], "warm_way": warm["placement"],
+                                "exposed_steady_us": steady["exposed_us"]["mean"],
                                 "hidden": drive_rate(steady["reads"], one_read_s, layer_s, HIDDEN * steady["alone_ms"] / 1e3 - without)}
         for name, prefetch in (("ahead", True), ("in_line", False)):
             uva = found.get(("dram-uva", "warm", prefetch))
