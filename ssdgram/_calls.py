@@ -9,14 +9,15 @@ from __future__ import annotations
 import numpy as np
 
 from ssdgram._compiled import (address_of, atomic_add, atomic_load, atomic_load_at, atomic_store, compiled_inner, compiled_lean, fence,
-                               futex_wait, now_ns)
+                               futex_wait, now_ns, view_i32, view_i64, view_u8)
 from ssdgram._kept import PLAN_AT, plan_at, state_at
 from ssdgram._plan_state import (C_COPY_REQUESTED, C_LONG_SLEEP, C_QUEUES, C_REQUEST_TAIL, FREE_BATCH, NO_ERROR, PP_BATCH_LINE,
-                                 PP_LAYERS, RELEASE, SUBMIT, SUBMITTED, W_ERROR, W_LAYER, W_SEQUENCE, W_SLEEPERS, W_STAGE)
+                                 PP_LAYERS, PP_ORDERS, RELEASE, SUBMIT, SUBMITTED, W_ERROR, W_LAYER, W_SEQUENCE, W_SLEEPERS, W_STAGE)
 from ssdgram._state import COPIER_WORD, STOP
 from ssdgram.queues._handoff import wake_planner
 
 TIMED_OUT, READY, FAILED, REFUSED = range(4)                 # what a wait comes to
+F_SLOTS, F_NUMBERS, F_WORDS, F_USED, F_POSITIONS, F_NUMBER, F_COUNT = range(7)           # what a frame writes down
 
 
 @compiled_inner
@@ -135,6 +136,24 @@ def load_frame(batch_layers, row, slots, frame_slots, numbers, words, used, numb
         if used[layer] != 0:
             batch_layers[row * layers + layer].word = address_of(words, layer)
             batch_layers[row * layers + layer].expected = number
+
+
+@compiled_lean
+def load_ready(kept, row, frame):  # type: ignore[no-untyped-def]
+    """Load a batch into a frame if neither is waited for: all layers are READY, the last launch has ended. Whether it was done.
+
+    frame: int64, what `Frame` wrote down: the addresses of its slots, numbers, words and used, its positions, its last number.
+    """
+    plan = plan_at(kept + PLAN_AT)
+    layers, orders, positions = plan.params[PP_LAYERS], plan.params[PP_ORDERS], plan.batches[row].positions
+    words, used = view_i64(frame[F_WORDS], layers), view_u8(frame[F_USED], layers)
+    if not all_ready(plan.words, row * plan.params[PP_BATCH_LINE], layers) or not frame_is_idle(words, used, frame[F_NUMBER]):
+        return False
+    frame[F_NUMBER] += 1
+    load_frame(plan.layers, row, view_i32(plan.batches[row].slots, layers * positions * orders).reshape(layers, positions, orders),
+               view_i32(frame[F_SLOTS], layers * frame[F_POSITIONS] * orders).reshape(layers, frame[F_POSITIONS], orders),
+               view_i64(frame[F_NUMBERS], layers), words, used, frame[F_NUMBER])
+    return True
 
 
 @compiled_lean

@@ -437,6 +437,7 @@ def _viewer(dtype: Any, width: int) -> Any:
 
 
 view_i32 = _viewer(types.int32, 4)
+view_i64 = _viewer(types.int64, 8)
 view_u8 = _viewer(types.uint8, 1)
 
 

@@ -111,12 +111,7 @@ class Batch:
             store._count_wait(0.0)
             self._ready[index] = True
             return
-        if self._flag:
-            if hurry(self._flag, self.ticket, HURRY_NS):
-                store._plan_here(self._row)
-            else:
-                store._wake_planner()                        # which was perhaps not told of it: it looks for them from now on
-            self._flag = 0
+        self.plan_now()
         begin = time.monotonic()
         while result == TIMED_OUT:
             now = time.monotonic()
@@ -129,6 +124,15 @@ class Batch:
         if result != READY:
             raise self._error(index, result, time.monotonic() - begin)
         self._ready[index] = True
+
+    def plan_now(self) -> None:
+        """Look for tokens that a GPU sends, and plan them on this thread if the planner sleeps. Nothing to do for others."""
+        if self._flag:
+            if hurry(self._flag, self.ticket, HURRY_NS):
+                self._store._plan_here(self._row)
+            else:
+                self._store._wake_planner()                  # which was perhaps not told of it: it looks for them from now on
+            self._flag = 0
 
     def _cut_short(self, deadline: float, begin: float) -> float:
         """The deadline; while the drive does not answer, a much nearer one."""

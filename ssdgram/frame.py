@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ssdgram._calls import frame_is_idle, load_frame
+from ssdgram._calls import F_COUNT, F_NUMBER, F_NUMBERS, F_POSITIONS, F_SLOTS, F_USED, F_WORDS, frame_is_idle, load_frame, load_ready
 from ssdgram.errors import BatchTooLargeError, ConfigError, ReadTimeoutError
 
 if TYPE_CHECKING:
@@ -46,7 +46,9 @@ class Frame:
         self._slots_array, self._words_array = self._slots.numpy(), self._words.numpy()
         self._numbers_array = self._numbers.numpy()
         self._used = np.zeros(layers, np.uint8)              # layers that this frame gathers
-        self._number = 0
+        self._about = np.zeros(F_COUNT, np.int64)            # all of that, as compiled code finds it
+        self._about[[F_SLOTS, F_NUMBERS, F_WORDS, F_USED, F_POSITIONS]] = (
+            self._slots_array.ctypes.data, self._numbers_array.ctypes.data, self._words_array.ctypes.data, self._used.ctypes.data, tokens)
         self._loaded: Batch | None = None
 
     def rows(self, layer: int, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -79,10 +81,22 @@ class Frame:
         batch.wait(timeout_s=timeout_s)
         if not frame_is_idle(self._words_array, self._used, self._number):
             self._wait_for_launch(timeout_s)
-        self._number += 1
+        self._about[F_NUMBER] += 1
         load_frame(self._store._plan.layers, batch._row, batch._slots, self._slots_array, self._numbers_array, self._words_array,
                    self._used, self._number)
         self._loaded = batch
+
+    def load_now(self, batch: Batch) -> bool:
+        """`load` if that waits for nothing, in one step: for a batch of the frame's own store. Whether it was done."""
+        if len(batch) > self.tokens or not load_ready(self._store._address, batch._row, self._about):
+            return False
+        self._loaded = batch
+        return True
+
+    @property
+    def _number(self) -> int:
+        """The number that the gathers of the last load store, or will store."""
+        return int(self._about[F_NUMBER])
 
     def _wait_for_launch(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -100,5 +114,5 @@ class Frame:
         for index in np.flatnonzero(self._used):
             record = records[self._loaded._row * len(self._used) + index]
             record["word"], record["expected"] = 0, 0
-        self._number = int(self._words_array[self._used != 0].max(initial=0))
+        self._about[F_NUMBER] = int(self._words_array[self._used != 0].max(initial=0))
         self._loaded = None

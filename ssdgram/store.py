@@ -568,7 +568,7 @@ class Store:
         while True:
             self._check()
             row = free_row(self._address)
-            if len(self._leaving) > SWEEP or row < 0:
+            if row < 0:
                 self._sweep()
             if row >= 0:
                 self._leaving.discard(row)
@@ -601,6 +601,8 @@ class Store:
                     self._record_device_tokens(batch)
                 self._push_release(batch._row)
                 self._leaving.add(batch._row)
+                if len(self._leaving) > SWEEP:
+                    self._sweep()
 
     def _record_device_tokens(self, batch: Batch) -> None:
         """Tokens of a GPU are on the host by the time that a batch which was waited for is released; of another they may be not."""

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ssdgram import _plan_state as p
-from ssdgram._calls import frame_is_idle, load_frame
+from ssdgram._calls import F_COUNT, frame_is_idle, load_frame, load_ready
 
 
 @pytest.mark.parametrize("positions", [0, 1, 5, 8])
@@ -25,3 +25,27 @@ def test_a_frame_is_idle_when_the_layers_that_it_gathers_have_its_number():
     assert frame_is_idle(words, np.array([1, 0], np.uint8), 5)
     assert not frame_is_idle(words, np.array([1, 1], np.uint8), 5)
     assert frame_is_idle(words, np.array([0, 0], np.uint8), 9)
+
+
+def test_a_ready_batch_is_loaded_in_one_step(engram, served):
+    """As by load_frame; not before all its layers are there, nor before the frame's last launch has ended."""
+    store, tokens, most = served(engram), engram.tokens(5), 8
+    layers, orders = len(store.layers), store.geometry.orders
+    slots, numbers, words, used = np.full((layers, most, orders), 77, np.int32), *np.zeros((2, layers), np.int64), np.ones(layers, np.uint8)
+    about = np.zeros(F_COUNT, np.int64)
+    about[:] = slots.ctypes.data, numbers.ctypes.data, words.ctypes.data, used.ctypes.data, most, 0
+    with store.prefetch(tokens) as batch:
+        batch.wait()
+        plan_words, line = store._plan.words, batch._base + p.W_LAYER
+        plan_words[line + layers - 1] = 0                    # as if the last layer were still read
+        assert not load_ready(store._address, batch._row, about) and about[-1] == 0
+        plan_words[line + layers - 1] = p.LAYER_READY
+        words[0] = -1                                        # as if the first layer's last gather still ran
+        assert not load_ready(store._address, batch._row, about) and (slots == 77).all()
+        words[0] = 0
+        assert load_ready(store._address, batch._row, about)
+        np.testing.assert_array_equal(slots[:, :5], batch._slots)
+        records = store._plan.layers[batch._row * layers:(batch._row + 1) * layers]
+        assert (slots[:, 5:] == -1).all() and numbers.tolist() == [1] * layers == records["expected"].tolist() and about[-1] == 1
+        assert records["word"].tolist() == [words.ctypes.data + 8 * k for k in range(layers)]
+        words[:] = 1                                         # the GPU has gathered, or the slots would never be given back

@@ -19,7 +19,7 @@ from ssdgram.kernels.hash import OUTPUT, PARTICIPATES, STARTS
 from ssdgram.sequence import Mark, Sequence
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)                      # one a step: a frozen one is slow to make
 class Windows:
     """Where a step's tokens and windows lie; torch tensors of one device.
 

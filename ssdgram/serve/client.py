@@ -107,6 +107,9 @@ class AttachedBatch(Batch):
         if self._device_slots is not None:
             self._device_slots[index].numpy()[:] = self._slots[index]
 
+    def plan_now(self) -> None:
+        """Nothing: the server's desk plans."""
+
     def _look(self, index: int, nap_ns: int) -> int:
         """What the layer has come to, after at most `nap_ns`."""
         store = self._store

@@ -13,6 +13,7 @@ import torch
 from ssdgram.frame import Frame
 
 if TYPE_CHECKING:
+    from ssdgram.batch import Batch
     from ssdgram.serve.client import AttachedStore
 
 
@@ -23,3 +24,7 @@ class AttachedFrame(Frame):
         super().__init__(store, tokens)
         self._words_array = store._frame_words()
         self._words = torch.from_numpy(self._words_array)
+
+    def load_now(self, batch: Batch) -> bool:
+        """Never: what tells whether a batch is ready is the server's."""
+        return False
