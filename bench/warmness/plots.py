@@ -151,7 +151,7 @@ def latency(result: dict[str, Any]) -> Figure | None:
         axis.grid(axis="x", visible=False)
         axis.set_xlim(-0.5, len(states) - 0.5)
         axis.set_xlabel("state of the caches")
-        axis.set_ylabel("time of a lookup, both layers")
+        axis.set_ylabel("time of a lookup, both layers\n(median, to 99th percentile, maximum)")
         axis.set_title(f"{batch} decode streams" if kind == "decode" else f"prefill chunk of {batch} tokens")
     _shared_legend(figure, axes)
     return figure
