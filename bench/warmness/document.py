@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ssdgram.bench.warmness.report import PLACES, STATES, count, figure, hits, ms, reasons, verdict
+from ssdgram.bench.warmness.report import PLACES, STATES, count, figure, hits, ms, reasons, statement, verdict
 
 MARK = re.compile(r"(<!-- table (\w+) of (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 SHOWN = (("decode", 1), ("decode", 64), ("decode", 256), ("prefill", 512), ("prefill", 2048), ("prefill", 8192))
@@ -39,18 +39,7 @@ def cell_of(result: dict[str, Any], placement: str, warmness: str, kind: str, to
 
 def run_table(result: dict[str, Any]) -> str:
     """What was measured on."""
-    facts, budget = result["facts"], result["budget"]
-    names = [f"{name} {facts[name]}" for name in ("python", "numpy", "numba", "torch", "triton") if name in facts]
-    rows = [["machine", f"{facts.get('gpu', 'no GPU')}; {facts['cpu']}, {facts['cpus']} processors, {facts['memory_gib']} GiB; kernel "
-                        f"{facts['kernel']}; {facts.get('drive', '')}"],
-            ["date, versions", f"{facts['date']}; {', '.join(names)}"],
-            ["table", f"{result['table']['bytes'] / 2**30:.2f} GiB"],
-            ["SSDGram's budget", f"{budget['dram'] / 2**20:.0f} MiB of DRAM, {budget['share']:.4f} of the table; "
-                                 f"{budget['hbm'] / 2**20:.0f} MiB of HBM"],
-            ["text", f"{result['trace']['tokens']:,} tokens, sha256 {result['trace']['digest'][:16]}"],
-            ["one read of the drive", f"{result['one_read_us']['p50']:.0f} us, p99 {result['one_read_us']['p99']:.0f}"],
-            ["the run", f"{result['seconds']:.0f} s, load {facts['load']} at its end"]]
-    return table(["", ""], rows)
+    return table(["", ""], [list(line) for line in statement(result)])
 
 
 def bars_table(result: dict[str, Any]) -> str:

@@ -153,8 +153,40 @@ def _some(names: list[str]) -> str:
     return ", ".join(names) if len(names) <= 6 else f"{', '.join(names[:5])} and {len(names) - 5} more"
 
 
+def statement(result: dict[str, Any]) -> list[tuple[str, str]]:
+    """(what, value): what a reader has to know of the run before any figure."""
+    facts, budget, trace, step = result["facts"], result["budget"], result["trace"], result["step"]
+    names = ("python", "numpy", "numba", "torch", "triton", "cuda", "driver_version")
+    lines = [("machine", f"{facts.get('gpu', 'no GPU')}; {facts['cpu']}, {facts['cpus']} processors, {facts['memory_gib']} GiB; kernel "
+                         f"{facts['kernel']}; {facts.get('drive', '')}"),
+             ("date, versions", f"{facts['date']}; {', '.join(f'{name} {facts[name]}' for name in names if name in facts)}"),
+             ("table", f"{result['table']['bytes'] / 2**30:.2f} GiB" + ", made-up rows in the real layout" * result["table"]["made_up"]),
+             ("SSDGram's budget", f"{budget['dram'] / 2**20:.0f} MiB of DRAM, {budget['share']:.4f} of the table; ssdgram-hbm: "
+                                  f"{budget['hbm'] / 2**20:.0f} MiB of GPU memory besides"),
+             ("text", f"{trace['tokens']:,} tokens, sha256 {trace['digest'][:16]}" + (", FILLER" if trace["filler"] else ""))]
+    if step:
+        times = ", ".join(f"{name} {made['layer_us']:.0f}" for name, made in step["stand_in"].items())
+        asked = ", ".join(f"{streams} streams {us:g}" for streams, us in step["asked_layer_us"].items())
+        lines.append(("a layer of the step model", f"us: {times} (asked for: {asked}, prefill {step['prefill_us_a_token']:g} a token)"))
+        for need in step["drive"]:
+            lines.append((f"drive that steady text needs, {need['tokens']} streams", rates(need)))
+    lines.append(("one read of the drive", f"{result['one_read_us']['p50']:.0f} us, p99 {result['one_read_us']['p99']:.0f}"))
+    lines.append(("the run", f"{result['seconds']:.0f} s, load {facts['load']} at its end"))
+    if "compared" in result:
+        compared = result["compared"]
+        lines.append((f"beside the run of {compared['with']}", f"{compared['stable']} of {compared['cells']} medians within 10 %"))
+    return lines
+
+
+def rates(need: dict[str, Any]) -> str:
+    """The reads/s at which a steady step is as fast as dram-uva's, or hidden."""
+    names = {"as_dram_uva_in_line": "as dram-uva in line", "as_dram_uva_ahead": "as dram-uva ahead", "hidden": "hidden but for 1 %"}
+    found = [f"{text} {'no drive' if need[key] is None else f'{need[key]:,.0f} reads/s'}" for key, text in names.items() if key in need]
+    return f"{'; '.join(found)} ({need['reads_a_step']:,.0f} reads a step, {need['reads_s_seen']:,.0f} reads/s seen)"
+
+
 def show(result: dict[str, Any]) -> None:
-    """Print the tables and the reasons."""
+    """Print the tables, what the run was, and the reasons."""
     from rich.console import Console
 
     console = Console()
@@ -164,10 +196,8 @@ def show(result: dict[str, Any]) -> None:
     if result["step"]:
         console.print(step_table(result))
     console.print(bars_table(result))
-    if "compared" in result:
-        compared = result["compared"]
-        console.print(f"beside the run of {compared['with']}: {compared['stable']} of {compared['cells']} medians within 10 %",
-                      highlight=False)
+    for name, value in statement(result):
+        console.print(f"{name}: {value}", highlight=False)
     for line in reasons(result):
         console.print(line, highlight=False)
 
