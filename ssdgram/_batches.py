@@ -12,8 +12,8 @@ from __future__ import annotations
 import numpy as np
 
 from ssdgram._compiled import atomic_load, atomic_load_at, atomic_store, compiled_inner, fence, futex_wake, now_ns, view_i32, view_u8
-from ssdgram._plan_state import (AWAITING, BAD_TOKEN, C_ACTIVE, C_PUSH, C_QUEUES, C_REQUEST_HEAD, C_REQUEST_TAIL, C_TAKEN_NS, DONE,
-                                 EXPANDING, FREE_BATCH, PLANNING, PP_BATCH_LINE, PP_LAYERS, PP_REQUESTS, PP_VOCABULARY, QUEUED, SUBMIT,
+from ssdgram._plan_state import (AWAITING, BAD_TOKEN, C_ACTIVE, C_CHUNKS, C_PUSH, C_QUEUES, C_REQUEST_HEAD, C_REQUEST_TAIL, C_TAKEN_NS,
+                                 DONE, EXPANDING, FREE_BATCH, PLANNING, PP_BATCH_LINE, PP_LAYERS, PP_REQUESTS, PP_VOCABULARY, QUEUED, SUBMIT,
                                  SUBMITTED, S_BATCHES, S_CANCELLED, UNWINDING, W_ERROR, W_SEQUENCE, W_SLEEPERS, W_STAGE, W_STARVED)
 from ssdgram.kernels.hash import check_tokens
 
@@ -85,7 +85,7 @@ def reset_plan(plan, b, cursor):  # type: ignore[no-untyped-def]
     plan.batches[b].layer = 0
     plan.batches[b].expand = 0
     plan.batches[b].need = 0
-    plan.batches[b].chunks = 0
+    plan.batches[b].chunks = plan.control[C_CHUNKS + plan.batches[b].priority]
     for layer in range(layers):
         plan.layers[b * layers + layer].held = 0
         plan.layers[b * layers + layer].unready = 0

@@ -17,9 +17,9 @@ from ssdgram._compiled import (SYS_SCHED_YIELD, address_of, atomic_add, atomic_a
                                atomic_store, compiled_inner, compiled_lean, fence, futex_wait, futex_wake, now_ns, pause, prefetch,
                                syscall, view_i32, view_u8)
 from ssdgram._kept import PLAN_AT, plan_at, state_at
-from ssdgram._plan_state import (ABSENT, BLOCK, CHUNKS, CREW_BATCH, CREW_DONE, CREW_NEXT, CREW_SLEEPERS, K_COUNT, K_FIRST, K_HELD, K_HOT,
-                                 K_IDLE, K_LEFT, K_START, K_STOP, NOT_SERVED, PP_CREW, PP_FILL, PP_HOT, PP_LAYERS, PP_ORDERS, PP_RANK,
-                                 PP_RULE, PP_WORLD, SLICE, SLOT, SLOT_READY)
+from ssdgram._plan_state import (ABSENT, BLOCK, CHUNKS, CREW_BATCH, CREW_DONE, CREW_NEXT, CREW_SLEEPERS, C_CHUNKS, K_COUNT, K_FIRST,
+                                 K_HELD, K_HOT, K_IDLE, K_LEFT, K_START, K_STOP, NOT_SERVED, PP_CREW, PP_FILL, PP_HOT, PP_LAYERS,
+                                 PP_ORDERS, PP_RANK, PP_RULE, PP_WORLD, SLICE, SLOT, SLOT_READY)
 from ssdgram._state import STOP
 from ssdgram.cache.directory import mix, prefetch_entry, prefetch_tags, probe, set_of
 from ssdgram.cache.policy import touch
@@ -158,9 +158,12 @@ def chunks_of_job(plan, b):  # type: ignore[no-untyped-def]
 
 @compiled_inner
 def learn(plan, b, count, left):  # type: ignore[no-untyped-def]
-    """A job of `count` chunks left so many keys to the planner: the next one is as large as keeps that below MOST_LEFT."""
+    """A job of `count` chunks left so many keys to the planner: the next one is as large as keeps that below MOST_LEFT. So is the
+    first one of the class's next batch, which is likely to be like this one."""
     most = 2 * count if left == 0 else min(2 * count, count * MOST_LEFT // left)
     plan.batches[b].chunks = most if most >= 2 else -ALONE
+    first = C_CHUNKS + plan.batches[b].priority
+    plan.control[first] = max(plan.control[first], most) if left == 0 else most      # a batch's last job may be a small one
 
 
 @compiled_inner

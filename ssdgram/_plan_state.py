@@ -123,6 +123,7 @@ GROUP = np.dtype([                                           # one per served la
 # plan_control: int64, one line for each writer
 C_REQUEST_HEAD, C_REQUEST_TAIL, C_STATE, C_FREE, C_HAND, C_QUEUES, C_PAGES, C_MISC, C_BEAT = (8 * k for k in range(9))
 C_TAKEN_NS, C_LONG_SLEEP = C_BEAT, C_BEAT + 1                # when the last request was taken; 1: asleep until somebody rings
+C_CHUNKS = C_BEAT + 2                                        # two words, by class: chunks that a batch's first job for the crew has
 # C_FREE: free list [first, count]; C_HAND: reclaim sweep; C_QUEUES: [step first, last, background first, last];
 # C_PAGES: [free page, free pages, free target, free targets, background pages]; C_MISC: see below
 C_IDLE, C_OVERFLOW, C_ACTIVE, C_TICKS, C_BUILDING, C_BUILDING_BACKGROUND, C_ISSUED, C_ISSUED_BACKGROUND = (C_MISC + k for k in range(8))

@@ -194,19 +194,20 @@ def flatten(sequences: list[Sequence], n: int) -> tuple[np.ndarray, np.ndarray, 
     return flat_tokens, flat_flags, sum(len(sequence) for sequence in sequences)
 
 
-def pieces(sequence: Sequence, n: int, most: int) -> list[Sequence]:
-    """The sequence cut into parts of at most `most` flat positions, each with what it looks back at; their rows are, one part behind
-    the other, those of the whole. Tokens that are not on the host are not cut."""
-    if sequence.fill is not None or sequence.device_tokens is not None or len(sequence.flat_tokens) <= most:
+def pieces(sequence: Sequence, n: int, sizes: tuple[int, ...]) -> list[Sequence]:
+    """The sequence cut into parts of those many flat positions (the last size again and again), each with what it looks back at; their
+    rows are, one part behind the other, those of the whole. Tokens that are not on the host are not cut."""
+    if sequence.fill is not None or sequence.device_tokens is not None or len(sequence.flat_tokens) <= sizes[0]:
         return [sequence]
     tokens, flags, _ = flatten([sequence], n)
-    parts = []
-    for start in range(0, len(tokens), most):
-        first = max(0, start - (n - 1))
-        part = Sequence.of_flat(tokens[first:start + most], flags[first:start + most])
+    parts, start = [], 0
+    while start < len(tokens):
+        first, stop = max(0, start - (n - 1)), start + sizes[min(len(parts), len(sizes) - 1)]
+        part = Sequence.of_flat(tokens[first:stop], flags[first:stop])
         part.flat_flags[:start - first] &= ~np.uint8(OUTPUT)
         part._length = int(np.count_nonzero(part.flat_flags & OUTPUT))
         parts.append(part)
+        start = stop
     return parts
 
 

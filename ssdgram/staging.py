@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 GRAPHS = (16, 64, 128, 256, 512)                             # positions that the captured graphs are for; more are gathered by pieces
 AHEAD = 4                                                    # pieces under way at a time
-PIECE = 2048                                                 # positions of a piece: planned in less time than the one before is gathered
+PIECES = (512, 1024, 2048)                                   # positions of the first pieces, and of all others: while one is gathered
+                                                             # the next is planned, so the first are small
 
 
 class Staging:
@@ -90,7 +91,7 @@ class Staging:
         """Piece by piece; the next ones are begun before the first is waited for, so that the planner always has one."""
         store, deadline, start = self._store, time.monotonic() + timeout_s, 0
         n = store.geometry.max_ngram
-        parts = pieces(sequence, n, PIECE)
+        parts = pieces(sequence, n, PIECES)
         if len(parts) > 1:                                   # an error names the position in the step, not in a piece
             check_ids([sequence], n, *flatten([sequence], n)[:2], store._vocabulary)
         begun: collections.deque[Batch] = collections.deque()

@@ -43,6 +43,20 @@ def test_a_warm_batch_is_planned_by_the_crew(engram, served):
     assert timing["probes"] == 1500 * engram.geometry.groups and timing["misses"] == 0
 
 
+def test_the_next_batchs_first_job_is_as_large_as_the_last_ones_allowed(engram, served):
+    """Grown by warm batches, by class; small again after texts that are not there."""
+    store = served(engram, dram=engram.dram_for(60_000, tuning=CREW), tuning=CREW)
+    tokens = engram.tokens(1500, 1)
+    warmed(store, tokens)
+    with store.prefetch(tokens) as batch:
+        batch.wait()
+    step, background = store._plan.control[p.C_CHUNKS:p.C_CHUNKS + 2]
+    assert step >= 4 and background <= 2
+    with store.prefetch(engram.tokens(1500, 77)) as batch:
+        assert_served(engram, store, batch, engram.tokens(1500, 77))
+    assert store._plan.control[p.C_CHUNKS] < step
+
+
 def _dead_met(made, tokens):
     """Dead bundles among those of the tokens."""
     keys, dead = made.geometry.keys(tokens, made.token_map), made.geometry.dead_keys(made.token_map)

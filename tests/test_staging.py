@@ -23,7 +23,7 @@ def same_as_batch(store, staging, step, count):
 
 
 def test_rows_are_those_of_a_batch(engram, served, monkeypatch):
-    monkeypatch.setattr(module, "PIECE", 50)
+    monkeypatch.setattr(module, "PIECES", (20, 50))
     store = served(engram)
     staging = store.staging(buffers(store, 300))
     for count in (0, 1, 7, 50, 51, 299, 300):
@@ -54,15 +54,15 @@ def test_pieces_give_the_keys_of_the_whole(engram, served):
     store = served(engram)
     n = store.geometry.max_ngram
     whole = Sequence(engram.tokens(101, seed=1), lookback=engram.tokens(7, seed=2))
-    for most in (1, 2, 10, 64, 104, 1000):
-        cut = pieces(whole, n, most)
-        assert sum(map(len, cut)) == 101 and max(len(part) for part in cut) <= most
+    for sizes in ((1,), (2,), (1, 10), (64, 3), (103, 7), (104,), (1000,)):
+        cut = pieces(whole, n, sizes)
+        assert sum(map(len, cut)) == 101 and all(len(part) <= size for part, size in zip(cut, [*sizes, *[sizes[-1]] * 101]))
         assert np.array_equal(np.concatenate([store._keys_of(*flatten([part], n)[:2]) for part in cut]), store._keys_of(
             *flatten([whole], n)[:2]))
 
 
 def test_what_cannot_be_is_refused(engram, served, monkeypatch):
-    monkeypatch.setattr(module, "PIECE", 4)
+    monkeypatch.setattr(module, "PIECES", (2, 4))
     store = served(engram)
     staging = store.staging(buffers(store, 12))
     with pytest.raises(ssdgram.BatchTooLargeError):
