@@ -200,7 +200,8 @@ def pieces(sequence: Sequence, n: int, sizes: tuple[int, ...]) -> list[Sequence]
     if sequence.fill is not None or sequence.device_tokens is not None or len(sequence.flat_tokens) <= sizes[0]:
         return [sequence]
     tokens, flags, _ = flatten([sequence], n)
-    parts, start = [], 0
+    parts: list[Sequence] = []
+    start = 0
     while start < len(tokens):
         first, stop = max(0, start - (n - 1)), start + sizes[min(len(parts), len(sizes) - 1)]
         part = Sequence.of_flat(tokens[first:stop], flags[first:stop])

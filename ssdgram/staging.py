@@ -33,7 +33,7 @@ class Staging:
     """Made by `Store.staging`. `most`: positions that fit. One thread and one stream at a time."""
 
     def __init__(self, store: Store, targets: Mapping[int, Any]) -> None:
-        self._store, self.targets = store, dict(targets)
+        self.store, self.targets = store, dict(targets)
         if set(self.targets) != set(store.layers):
             raise ConfigError(f"tensors are given for layers {sorted(self.targets)}: expected those of the store, {list(store.layers)}")
         self.most = min(len(target) for target in self.targets.values())
@@ -68,7 +68,7 @@ class Staging:
         return count
 
     def _replay(self, sequence: Sequence, frame: Any, graph: Any, timeout_s: float) -> None:
-        store = self._store
+        store = self.store
         store._check()
         store._look_at_manifest()
         batch = store._submit([sequence], "step", 0, soon=True)
@@ -89,7 +89,7 @@ class Staging:
 
     def _gather(self, sequence: Sequence, timeout_s: float) -> None:
         """Piece by piece; the next ones are begun before the first is waited for, so that the planner always has one."""
-        store, deadline, start = self._store, time.monotonic() + timeout_s, 0
+        store, deadline, start = self.store, time.monotonic() + timeout_s, 0
         n = store.geometry.max_ngram
         parts = pieces(sequence, n, PIECES)
         if len(parts) > 1:                                   # an error names the position in the step, not in a piece

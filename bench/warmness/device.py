@@ -301,12 +301,37 @@ class DeviceSsdPread(SsdPread):
 
 
 class DeviceSsdgram(Ssdgram):
-    """A store on the GPU: bf16 rows gathered from its slots. `hbm`: its GPU memory (of queue gds: all of its bundles)."""
+    """A store on the GPU: bf16 rows gathered from its slots, for a lookup and a step in line by `Store.staging`. `hbm`: its GPU memory
+    (of queue gds: all of its bundles)."""
 
     def __init__(self, geometry: Geometry, landing: DeviceLanding, paths: list[Path], hbm: int = 0) -> None:
         super().__init__(geometry, landing, paths)
         self.hbm = hbm
         self._outs = [rows.view(landing.most, geometry.columns, geometry.row_dim) for rows in landing.rows]
+        self._staging: Any = None
+
+    def close_store(self) -> None:
+        self._staging = None
+        super().close_store()
+
+    def _stage(self, step: Step) -> None:
+        """All layers' rows, on their way when this returns."""
+        if self._staging is None or self._staging.store is not self.store:
+            self._staging = self.opened.staging(dict(zip(self.geometry.layers, self._outs, strict=True)))
+        self._staging.fill(step.sequence, timeout_s=120)
+
+    def lookup(self, step: Step) -> float:
+        begin = time.perf_counter()
+        self._stage(step)
+        waited = time.perf_counter() - begin
+        self.landing.finish()
+        return waited
+
+    def fetch(self, begun: Any, step: Step, layer: int) -> Any:
+        """The first call brings all layers: a store has no other way."""
+        if layer == 0:
+            self._stage(step)
+        return None
 
     def _rows(self, batch: Any, step: Step, layer: int) -> None:
         batch.rows(self.geometry.layers[layer], out=self._outs[layer][:len(step)])
