@@ -13,8 +13,9 @@ import numpy as np
 
 from ssdgram._compiled import atomic_load, atomic_load_at, atomic_store, compiled_inner, fence, futex_wake, now_ns, view_i32, view_u8
 from ssdgram._plan_state import (AWAITING, BAD_TOKEN, C_ACTIVE, C_CHUNKS, C_PUSH, C_QUEUES, C_REQUEST_HEAD, C_REQUEST_TAIL, C_TAKEN_NS,
-                                 DONE, EXPANDING, FREE_BATCH, PLANNING, PP_BATCH_LINE, PP_LAYERS, PP_REQUESTS, PP_VOCABULARY, QUEUED, SUBMIT,
-                                 SUBMITTED, S_BATCHES, S_CANCELLED, UNWINDING, W_ERROR, W_SEQUENCE, W_SLEEPERS, W_STAGE, W_STARVED)
+                                 DONE, EXPANDING, FREE_BATCH, PLANNING, PP_BATCH_LINE, PP_LAYERS, PP_REQUESTS, PP_VOCABULARY, QUEUED,
+                                 SUBMIT, SUBMITTED, S_BATCHES, S_CANCELLED, UNWINDING, W_ERROR, W_SEQUENCE, W_SLEEPERS, W_STAGE,
+                                 W_STARVED)
 from ssdgram.kernels.hash import check_tokens
 
 
