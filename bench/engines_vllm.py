@@ -8,6 +8,7 @@ is copied here; its files come from the peer folder, unchanged.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
 import json
 import tempfile
@@ -33,9 +34,13 @@ METHODS = ("_create_embedding", "_init_staging", "embed", "_start_prefetch", "_f
 
 
 class Vllm:
-    """vLLM's engram module, imported outside of a server, its current configuration, and a layout of the checkpoint's config."""
+    """vLLM's engram module, imported outside of a server, its current configuration, and a layout of the checkpoint's config.
 
-    def __init__(self, checkpoint: Path, device: str = "cuda") -> None:
+    `rank`, `world`: of tensor parallelism, which meets at file `rendezvous` (none: a process by itself); `timeout`: of a collective.
+    """
+
+    def __init__(self, checkpoint: Path, device: str = "cuda", *, rank: int = 0, world: int = 1, rendezvous: str | None = None,
+                 timeout: datetime.timedelta | None = None) -> None:
         import vllm.platforms as platforms
         from vllm.platforms.interface import UnspecifiedPlatform
 
@@ -48,11 +53,14 @@ class Vllm:
         self.config = VllmConfig(device_config=DeviceConfig(device=device))
         object.__setattr__(self.config, "engram_config", EngramConfig(cpu_offload=True))
         self.config.scheduler_config.max_num_batched_tokens = MOST
+        for name, value in (("tensor_parallel_size", world), ("world_size", world), ("rank", rank)):
+            object.__setattr__(self.config.parallel_config, name, value)
         self.context = lambda: set_current_vllm_config(self.config)
         with self.context():
             with tempfile_name() as name:
-                init_distributed_environment(1, 0, f"file://{name}", 0, "nccl" if device == "cuda" else "gloo")
-                initialize_model_parallel(1, 1)
+                init_distributed_environment(world, rank, f"file://{rendezvous or name}", rank, "nccl" if device == "cuda" else "gloo",
+                                             timeout)
+                initialize_model_parallel(world, 1)
             import vllm.compilation.breakable_cudagraph as breakable
             import vllm.models.deepseek_v41.common.engram as engram
 
@@ -91,7 +99,7 @@ class Vllm:
         """vLLM's hash module with the store's token map (its own would ask a tokenizer of the transformers package)."""
         state = self.module.NgramHashState.__new__(self.module.NgramHashState)
         nn.Module.__init__(state)
-        token_map = np.asarray(store._token_map)
+        token_map = opening._map_of(store)
         state.layout, state.block_size, state.lookback_depth, state.use_slot_cache, state._cache = self.layout, 1, DEPTH, False, None
         state.pad_id = int(token_map[self.layout.pad_token_id])
         multipliers = self.module.compute_hash_multipliers(self.layout.layer_ids, self.layout.max_ngram_size,
@@ -251,7 +259,7 @@ def _one_mode(vllm: Vllm, store: Any, stock: list[Any], ours: list[Any], hasher:
                     breaks = capture.num_eager_breaks
                 else:
                     graph = torch.cuda.CUDAGraph()
-                    with torch.cuda.graph(graph):
+                    with torch.cuda.graph(graph, capture_error_mode="thread_local"):       # NCCL's own thread asks for events
                         kept[name] = forward(layers, MOST)
                     replay[name] = graph.replay
                     breaks = 0

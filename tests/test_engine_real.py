@@ -1,4 +1,4 @@
-"""The plug-in on vLLM's own PLE classes, on a CPU, in a process of its own. `make test-engines` fetches what they need; skipped without."""
+"""The plug-in on vLLM's own classes, on a CPU, in processes of their own. `make test-engines` fetches what they need; skipped without."""
 
 import json
 import os
@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from checkpoints import small_ple
+from checkpoints import TOKENIZER, small_ple
 
 import ssdgram
 
@@ -28,3 +28,16 @@ def test_vllms_ple_classes_give_the_same_bits_with_the_plug_in(tmp_path, encodin
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["wrong"] == 0 and found["steps"] == 60 and found["graph_steps"] == 30 and found["reads"] > 0
     assert found["rows_of_our_tables"] == 0
+
+
+def test_vllms_engram_layers_with_tp_2_give_the_same_rows_from_one_server(tmp_path):
+    import tp2_on_cpu
+
+    from ssdgram.bench import engines_tp2
+
+    checkpoint = ssdgram.synthesize(tmp_path / "checkpoint", vocab_size=3000, seed=1, hidden_size=64, tokenizer=TOKENIZER)
+    ssdgram.convert(checkpoint, tmp_path / "store")
+    found = engines_tp2.identity(checkpoint, tmp_path / "store", steps=30, timeout_s=120, work=tp2_on_cpu.vllm_work)
+    assert found["not_as_wanted"] == {"outputs": 0, "ranks_differ": 0, "bytes_read": 0, "held": 0}
+    assert [rank["columns_of_the_stock_table"] for rank in found["two_ranks"]["ranks"]] == [[12, 12], [12, 12]]
+    assert found["two_ranks"]["bytes_read"] > 0
