@@ -153,8 +153,8 @@ def measure(work: Work, checkpoint: Path, store: Path, *, world: int, steps: int
         server = start(_serve, store, folder / "socket", dram or DRAM, world)
         _answer(server, START_S, "the server")
         deadline = time.monotonic() + timeout_s
-        told = {"world": world, "rendezvous": str(folder / "rendezvous"), "checkpoint": checkpoint, "store": store,
-                "socket": folder / "socket", "steps": steps, "timeout_s": timeout_s}
+        told: dict[str, Any] = {"world": world, "rendezvous": str(folder / "rendezvous"), "checkpoint": checkpoint, "store": store,
+                                "socket": folder / "socket", "steps": steps, "timeout_s": timeout_s}
         ranks = [start(_run, work, Rank(rank=number, **told)) for number in range(world)]
         results = _results(ranks, deadline)
         held = 0

@@ -82,6 +82,8 @@ def vllm_work(rank):
                              timeout=datetime.timedelta(seconds=60))
     FakeCuda(MonkeyPatch())
     torch.Tensor.record_stream = lambda self, stream: None
+    torch.accelerator.current_device_index = lambda: 0
+    torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=1, major=9, minor=0)
     type(vllm.config).use_v2_model_runner = property(lambda self: True)
 
     def lookup(self, indices, out, background=False):        # vLLM's own is a Triton kernel
