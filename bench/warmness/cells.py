@@ -193,7 +193,7 @@ class Matrix:
 
     def _open(self, ours: Ssdgram, state: str) -> None:
         spans = {"mixed": self.warm_span, "warm": self.warm_span, "steady": self.first_half}
-        ours.store = self.states.after(spans[state], hbm=ours.hbm) if state in spans else self.states.cold(hbm=ours.hbm)
+        ours.use(self.states.after(spans[state], hbm=ours.hbm) if state in spans else self.states.cold(hbm=ours.hbm))
         if ours.heated and state == "warm":
             share = self.states.heat(ours.opened, self.warm_span)
             self.say(f"{ours.name}: {share:.1%} of the warm text's bundles are in GPU memory")
@@ -287,7 +287,7 @@ class Matrix:
         """Nothing resident, or Refused. A decode step's bundles were never asked for; before a chunk the store is opened anew."""
         if isinstance(placement, Ssdgram) and (row.kind == "prefill" or not turn.times_us):
             placement.close_store()
-            placement.store = self.states.cold(hbm=placement.hbm)
+            placement.use(self.states.cold(hbm=placement.hbm))
         placement.forget()
         share = self._share(name, placement)
         turn.cached_before = max(turn.cached_before, share)

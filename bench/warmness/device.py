@@ -42,6 +42,7 @@ from ssdgram.kernels.hash import OUTPUT, PLE_RULE
 from ssdgram.kernels.hash_gpu import NO_FAULT, Hash
 from ssdgram.kernels.launch import Launch
 from ssdgram.layout.manifest import Manifest
+from ssdgram.store import Store
 
 SORTED_FROM = 256                                            # tokens from which vLLM's pinned lookup is faster with sorted ids
 COPY_BYTES = 1 << 26
@@ -310,14 +311,18 @@ class DeviceSsdgram(Ssdgram):
         self._outs = [rows.view(landing.most, geometry.columns, geometry.row_dim) for rows in landing.rows]
         self._staging: Any = None
 
+    def use(self, store: Store) -> None:
+        super().use(store)
+        self._staging = store.staging(dict(zip(self.geometry.layers, self._outs, strict=True)))
+
     def close_store(self) -> None:
         self._staging = None
         super().close_store()
 
     def _stage(self, step: Step) -> None:
         """All layers' rows, on their way when this returns."""
-        if self._staging is None or self._staging.store is not self.store:
-            self._staging = self.opened.staging(dict(zip(self.geometry.layers, self._outs, strict=True)))
+        if self._staging is None:
+            raise RuntimeError("no store is open")
         self._staging.fill(step.sequence, timeout_s=120)
 
     def lookup(self, step: Step) -> float:

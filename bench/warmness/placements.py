@@ -389,7 +389,7 @@ class SsdPread(Placement):
 
 
 class Ssdgram(Placement):
-    """A store on the CPU: packed rows. `store` is set by whoever opens it, and may be replaced between lookups.
+    """A store on the CPU: packed rows. Whoever opens stores hands them over (`use`), and has them closed (`close_store`).
 
     `states`: those that it takes part in. `hbm`: GPU memory of its stores.
     """
@@ -416,6 +416,10 @@ class Ssdgram(Placement):
         if self.store is None:
             raise RuntimeError("no store is open")
         return self.store
+
+    def use(self, store: Store) -> None:
+        """Take a store that was just opened, and make ready what its first lookup would make: nobody times that."""
+        self.store = store
 
     def close_store(self) -> None:
         """Close the store, if one is open."""

@@ -238,7 +238,7 @@ def _check(placements: dict[str, Placement], states: States, text: Text, sizes: 
         placement, turn = placements[name], Turn()
         with guarded(turn):
             if isinstance(placement, Ssdgram):
-                placement.store = states.cold(hbm=placement.hbm)
+                placement.use(states.cold(hbm=placement.hbm))
             try:
                 mine = [_arrived(placement, step) for step in steps]
             finally:

@@ -216,7 +216,7 @@ class StepModel:
             return
         warm = (0, self.sizes.warm_tokens)
         spans = {"mixed": warm, "warm": warm, "steady": (0, self.half)}
-        ours.store = self.states.after(spans[state], hbm=ours.hbm) if state in spans else self.states.cold(hbm=ours.hbm)
+        ours.use(self.states.after(spans[state], hbm=ours.hbm) if state in spans else self.states.cold(hbm=ours.hbm))
         if ours.heated and state == "warm":
             self.states.heat(ours.opened, warm)
 
@@ -250,7 +250,7 @@ class StepModel:
                 return
             loop, dram = Loop(), whole * SHARES[-1] // share
             with guarded(loop.turn):
-                ours.store = self.states.after((0, self.half), dram=dram, hbm=ours.hbm)
+                ours.use(self.states.after((0, self.half), dram=dram, hbm=ours.hbm))
                 try:
                     self._block("ssdgram", "steady", "decode", steps, compute, True, loop)
                 finally:
