@@ -87,6 +87,7 @@ def reset_plan(plan, b, cursor):  # type: ignore[no-untyped-def]
     plan.batches[b].expand = 0
     plan.batches[b].need = 0
     plan.batches[b].chunks = plan.control[C_CHUNKS + plan.batches[b].priority]
+    plan.batches[b].settled = 0
     for layer in range(layers):
         plan.layers[b * layers + layer].held = 0
         plan.layers[b * layers + layer].unready = 0

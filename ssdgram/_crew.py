@@ -17,8 +17,8 @@ from ssdgram._compiled import (SYS_SCHED_YIELD, address_of, atomic_add, atomic_a
                                atomic_store, compiled_inner, compiled_lean, fence, futex_wait, futex_wake, now_ns, pause, prefetch,
                                syscall, view_i32, view_u8)
 from ssdgram._kept import PLAN_AT, plan_at, state_at
-from ssdgram._plan_state import (ABSENT, BLOCK, CHUNKS, CREW_BATCH, CREW_DONE, CREW_NEXT, CREW_SLEEPERS, C_CHUNKS, K_COUNT, K_FIRST,
-                                 K_HELD, K_HOT, K_IDLE, K_LEFT, K_START, K_STOP, NOT_SERVED, PP_CREW, PP_FILL, PP_HOT, PP_LAYERS,
+from ssdgram._plan_state import (ABSENT, BLOCK, CHUNKS, CREW_BATCH, CREW_DONE, CREW_NEXT, CREW_SLEEPERS, C_CHUNKS, C_FREE, C_IDLE,
+                                 K_COUNT, K_FIRST, K_HELD, K_HOT, K_IDLE, K_LEFT, K_START, K_STOP, NOT_SERVED, PP_CREW, PP_FILL, PP_HOT, PP_LAYERS,
                                  PP_ORDERS, PP_RANK, PP_RULE, PP_WORLD, SLICE, SLOT, SLOT_READY)
 from ssdgram._state import STOP
 from ssdgram.cache.directory import mix, prefetch_entry, prefetch_tags, probe, set_of
@@ -27,6 +27,7 @@ from ssdgram.kernels.hash import OUTPUT, ngram_keys
 
 LEAST_TOKENS = 6 * SLICE                                     # smaller rests are planned before the crew is awake
 MOST_LEFT = 512                                              # keys that a job may leave to the planner: about 80 us
+IDLE_SHARE = 2                                               # sets that may have to be searched for each idle bundle
 ALONE = 16                                                   # slices that the planner goes on alone when the crew does not help
 LINGER_NS = 60_000                                           # spinning for the next job of the batch
 PATIENT_NS = 20_000                                          # spinning for a chunk's end before the core is offered to others
@@ -140,9 +141,12 @@ def plan_chunk(plan, b, k, who):  # type: ignore[no-untyped-def]
 
 @compiled_inner
 def crew_helps(plan, b, stop):  # type: ignore[no-untyped-def]
-    """Whether the batch's next positions, up to `stop`, are worth a job: there are many, and the last jobs left little."""
+    """Whether the batch's next positions, up to `stop`, are worth a job: there are many, no slice is left half done, slots for what
+    the crew leaves are quickly found, and the last jobs left little."""
     batch = plan.batches[b]
-    if plan.params[PP_CREW] == 0 or stop - batch.cursor < LEAST_TOKENS:
+    if plan.params[PP_CREW] == 0 or stop - batch.cursor < LEAST_TOKENS or batch.settled > 0:
+        return False
+    if plan.control[C_FREE + 1] < MOST_LEFT and plan.control[C_IDLE] * IDLE_SHARE < plan.directory.shape[0]:
         return False
     if batch.chunks < 0:
         batch.chunks += 1

@@ -19,6 +19,7 @@ from ssdgram._pages import expand_bundle, push_pages
 from ssdgram._plan_state import (C_BUILDING, C_GIVEN, C_PUSH, C_QUEUES, EXPANDING, PLANNING, PP_BATCH_LINE, PP_LAYERS, PP_ORDERS, PP_SLOTS,
                                  QUEUED, SLOT_RESERVED, S_STARVED, TOO_LARGE, UNWINDING, WAITING, W_ERROR, W_STARVED)
 from ssdgram._publish import COUNTED, UNMARKED, publish_layers
+from ssdgram._slots import NO_SLOT
 from ssdgram._state import STEP
 from ssdgram.queues._handoff import wake_readers
 
@@ -140,7 +141,8 @@ def advance_head(plan, state, b):  # type: ignore[no-untyped-def]
         atomic_store(plan.words, b * plan.params[PP_BATCH_LINE] + W_STARVED, np.int32(0))
         set_stage(plan, b, PLANNING)
     if stage_of(plan, b) == PLANNING:
-        if not (plan_job(plan, state, b) if crew_helps(plan, b, end_of_window(plan, b)) else plan_slice(plan, state, b)):
+        outcome = plan_job(plan, state, b) if crew_helps(plan, b, end_of_window(plan, b)) else plan_slice(plan, state, b)
+        if outcome == NO_SLOT:
             starve(plan, b)
         elif window_is_planned(plan, b):
             plan.batches[b].planned_ns = now_ns()

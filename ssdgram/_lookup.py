@@ -4,7 +4,8 @@
 
 Many tokens are looked up by the crew side by side (_crew.py); what it leaves is settled here. Knows nothing of pages: it may only
 hurry reads that are queued already. The invariant: each distinct slot of a plan is in the batch's `held` list once and counted
-once in its `refs`, so that unwinding gives back what was taken. Part of the planner's compiled loop.
+once in its `refs`, so that unwinding gives back what was taken; a slice left half done (LOOK_ON) goes on behind the keys that are
+settled. Part of the planner's compiled loop.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from ssdgram._pages import promote
 from ssdgram._plan_state import (ABSENT, BLOCK, COPIES, C_COPYING, C_IDLE, C_OVERFLOW, C_WANTED, K_COUNT, K_FIRST, K_HELD, K_HOT, K_IDLE,
                                  K_LEFT, K_STOP, NOT_SERVED, NOWHERE, NO_COPY, PP_FILL, PP_LAYERS, PP_ORDERS, PP_RANK, PP_RULE, PP_WORLD,
                                  SLICE, SLOT_READING, SLOT_READY, S_HBM_HITS, S_HITS, S_JOINS, S_MISSES, S_REPEATS, S_TOKENS)
-from ssdgram._slots import overflow_find, take
+from ssdgram._slots import LOOK_ON, NO_SLOT, overflow_find, take
 from ssdgram._state import BACKGROUND, STEP
 from ssdgram.cache.directory import mix, prefetch_entry, prefetch_tags, probe, set_of
 from ssdgram.cache.policy import touch
 from ssdgram.cache.sketch import prefetch_sketch
 from ssdgram.kernels.hash import ngram_keys
+
+PLANNED = 0                                                  # beside NO_SLOT and LOOK_ON
 
 
 @compiled_inner
@@ -73,7 +76,7 @@ def look_up_block(plan, first, count):  # type: ignore[no-untyped-def]
 
 @compiled_inner
 def slot_for(plan, b, slot, set_index, x, group, order):  # type: ignore[no-untyped-def]
-    """The slot that the look-up found (-1: none), or a new one for a bundle that is absent; -1: none to be had."""
+    """The slot that the look-up found (-1: none), or a new one for a bundle that is absent; or NO_SLOT, LOOK_ON."""
     slots = plan.slots
     if slot >= 0 and (slots[slot].x != x or slots[slot].group != group or slots[slot].where == NOWHERE):
         slot = np.int64(-1)                                  # pushed out by this very block
@@ -120,34 +123,37 @@ def hold(plan, state, b, slot, layer, order, held):  # type: ignore[no-untyped-d
 
 @compiled_inner
 def settle_key(plan, state, b, t, g, x, found, set_index, out, held):  # type: ignore[no-untyped-def]
-    """Give key x of position t and group g its slot. False: no slot to be had."""
+    """Give key x of position t and group g its slot. PLANNED, NO_SLOT or LOOK_ON."""
     group, slot = plan.groups[g], np.int64(-1)
     if found != NOT_SERVED:
         slot = slot_for(plan, b, found, set_index, x, group.number, group.order)
         if slot < 0:
-            return False
+            return slot
         hold(plan, state, b, slot, group.layer, group.order, held)
         if plan.slots[slot].hbm >= 0 and plan.hbm[plan.slots[slot].hbm].ready != 0:
             slot = -2 - np.int64(plan.slots[slot].hbm)
     out[(group.layer * plan.batches[b].positions + t) * plan.params[PP_ORDERS] + group.order] = slot
-    return True
+    return PLANNED
 
 
 @compiled_inner
 def settle_block(plan, state, b, first, block, out, held):  # type: ignore[no-untyped-def]
-    """Give each of the looked-up keys its slot, in `out`, and count the batch among its users. False: no slot to be had."""
-    groups, k = plan.groups.shape[0], 0
-    for t in range(plan.batches[b].planned + first, plan.batches[b].planned + first + block):
-        for g in range(groups):
-            if not settle_key(plan, state, b, t, g, plan.keys[first * groups + k], np.int64(plan.found[k]), plan.sets[k], out, held):
-                return False
-            k += 1
-    return True
+    """Give each of the looked-up keys its slot, in `out`, and count the batch among its users. PLANNED, NO_SLOT or LOOK_ON."""
+    groups = plan.groups.shape[0]
+    base, planned = first * groups, plan.batches[b].planned + first
+    for k in range(max(0, plan.batches[b].settled - base), block * groups):
+        outcome = settle_key(plan, state, b, planned + k // groups, k % groups, plan.keys[base + k], np.int64(plan.found[k]), plan.sets[k],
+                             out, held)
+        if outcome != PLANNED:
+            return outcome
+        plan.batches[b].settled = base + k + 1
+    return PLANNED
 
 
 @compiled_inner
 def plan_slice(plan, state, b):  # type: ignore[no-untyped-def]
-    """Plan the next SLICE flat tokens of the batch. False: no slot was to be had, the batch must give back what it holds."""
+    """Plan the next SLICE flat tokens of the batch. PLANNED; NO_SLOT: the batch must give back what it holds; LOOK_ON: the slice is
+    half done, to be gone on with."""
     batch, groups, orders = plan.batches[b], plan.groups.shape[0], plan.params[PP_ORDERS]
     tokens, flags = view_i32(batch.tokens, batch.flat), view_u8(batch.flags, batch.flat)
     layers = plan.params[PP_LAYERS]
@@ -158,19 +164,23 @@ def plan_slice(plan, state, b):  # type: ignore[no-untyped-def]
                        plan.params[PP_FILL], plan.keys[: SLICE * groups].reshape(SLICE, layers, orders))
     for first in range(0, count, BLOCK):
         block = min(BLOCK, count - first)
+        if batch.settled >= (first + block) * groups:
+            continue
         look_up_block(plan, first, block)
-        if not settle_block(plan, state, b, first, block, out, held):
-            return False
+        outcome = settle_block(plan, state, b, first, block, out, held)
+        if outcome != PLANNED:
+            return outcome
         batch.probes += block * groups
     batch.cursor = stop
     batch.planned += count
+    batch.settled = 0
     plan.stats[S_TOKENS] += count
-    return True
+    return PLANNED
 
 
 @compiled_inner
 def plan_job(plan, state, b):  # type: ignore[no-untyped-def]
-    """Plan the next chunks of the batch with the crew. False: no slot was to be had, the batch must give back what it holds."""
+    """Plan the next chunks of the batch with the crew. PLANNED, or NO_SLOT: the batch must give back what it holds."""
     count = cut_chunks(plan, b, end_of_window(plan, b), chunks_of_job(plan, b))
     run_job(plan, b, count)
     left = 0
@@ -178,9 +188,9 @@ def plan_job(plan, state, b):  # type: ignore[no-untyped-def]
         left += take_over(plan, b, k)
     learn(plan, b, count, left)
     for k in range(count):
-        if plan.chunks[k * chunk_words(plan) + K_LEFT] > 0 and not settle_rest(plan, state, b, k):
-            return False
-    return True
+        if plan.chunks[k * chunk_words(plan) + K_LEFT] > 0 and settle_rest(plan, state, b, k) != PLANNED:
+            return NO_SLOT
+    return PLANNED
 
 
 @compiled_inner
@@ -214,7 +224,7 @@ def take_over(plan, b, k):  # type: ignore[no-untyped-def]
 
 @compiled_inner
 def settle_rest(plan, state, b, k):  # type: ignore[no-untyped-def]
-    """Give slots to the keys of chunk k that the crew left. False: no slot to be had."""
+    """Give slots to the keys of chunk k that the crew left. PLANNED or NO_SLOT: `crew_helps` saw to it that none is far to find."""
     batch, groups, words = plan.batches[b], plan.groups.shape[0], k * chunk_words(plan)
     room = plan.params[PP_LAYERS] * batch.positions * plan.params[PP_ORDERS]
     out, held = view_i32(batch.slots, room), view_i32(batch.held, room)
@@ -222,7 +232,10 @@ def settle_rest(plan, state, b, k):  # type: ignore[no-untyped-def]
     for j in range(plan.chunks[words + K_COUNT] * groups):
         if plan.found[base + j] == ABSENT:
             x, g = plan.keys[base + j], j % groups
-            set_index = set_of(x, plan.groups[g].number, sets)
-            if not settle_key(plan, state, b, plan.chunks[words + K_FIRST] + j // groups, g, x, np.int64(ABSENT), set_index, out, held):
-                return False
-    return True
+            set_index, t = set_of(x, plan.groups[g].number, sets), plan.chunks[words + K_FIRST] + j // groups
+            outcome = LOOK_ON
+            while outcome == LOOK_ON:
+                outcome = settle_key(plan, state, b, t, g, x, np.int64(ABSENT), set_index, out, held)
+            if outcome != PLANNED:
+                return NO_SLOT
+    return PLANNED

@@ -100,6 +100,7 @@ BATCH = np.dtype([
     ("bad_token", np.int32),                                 # flat index, if the tokens came from a GPU and one is no token
     ("queue_next", np.int32),
     ("chunks", np.int32),                                    # of its next job for the crew; < 0: slices to go alone before
+    ("settled", np.int32),                                   # keys of the present slice that have their slots, if that was left half done
 ], align=True)
 
 LAYER = np.dtype([                                           # one per batch and layer

@@ -2,10 +2,13 @@
 
 Each function does one thing to one slot. The invariant they keep together: a live slot is found in exactly one place, is in
 the free list only when nothing refers to it, and C_IDLE counts the READY ones of the directory that no batch uses, so that
-"can a slot be had at all" is one comparison and never a search in vain.
+"can a slot be had at all" is one comparison and never a search in vain. A search has an end: where few bundles are idle it says
+LOOK_ON after some sets, and goes on from there when it is asked again.
 """
 
 from __future__ import annotations
+
+import numpy as np
 
 from ssdgram._compiled import compiled_inner, compiled_lean
 from ssdgram._plan_state import (C_FREE, C_GIVEN, C_HAND, C_HBM_FREE, C_IDLE, C_OVERFLOW, IN_DIRECTORY, IN_OVERFLOW, NOWHERE,
@@ -17,6 +20,9 @@ from ssdgram.cache.policy import evict, insert, rank
 
 overflow_find, overflow_insert, overflow_remove = cache_overflow.find, cache_overflow.insert, cache_overflow.remove
 directory_init, overflow_init = cache_directory.init, cache_overflow.init
+
+NO_SLOT, LOOK_ON = -1, -2                                    # instead of a slot: there is none; there is one further on
+RECLAIM_SETS = 128                                           # sets looked at for one idle bundle: about 100 us
 
 
 @compiled_lean
@@ -66,11 +72,12 @@ def give_back(control, slots, hbm, slot):  # type: ignore[no-untyped-def]
 
 @compiled_inner
 def reclaim(control, stats, directory, sketch, slots, hbm):  # type: ignore[no-untyped-def]
-    """Evict one bundle that no batch uses, the least useful one of the next set that has any. Whether there was one."""
+    """Evict one bundle that no batch uses, the least useful one of the next set that has any: 0, NO_SLOT or LOOK_ON."""
+    if control[C_IDLE] == 0:
+        return NO_SLOT
     sets = directory.shape[0]
-    s = control[C_HAND]
-    while control[C_IDLE] > 0:
-        s = s + 1 if s + 1 < sets else 0
+    for _ in range(RECLAIM_SETS):
+        s = control[C_HAND] = control[C_HAND] + 1 if control[C_HAND] + 1 < sets else 0
         worst, least = -1, 0
         for way in range(WAYS):
             slot = directory[s].slot[way]
@@ -79,13 +86,12 @@ def reclaim(control, stats, directory, sketch, slots, hbm):  # type: ignore[no-u
                 if worst < 0 or value < least:
                     worst, least = way, value
         if worst >= 0:
-            control[C_HAND] = s
             slot = evict(directory, sketch, s, worst)
             control[C_IDLE] -= 1
             stats[S_RECLAIMS] += 1
             give_back(control, slots, hbm, slot)
-            return True
-    return False
+            return 0
+    return LOOK_ON
 
 
 @compiled_inner
@@ -103,9 +109,11 @@ def pushed_out(control, stats, slots, hbm, overflow, slot):  # type: ignore[no-u
 
 @compiled_inner
 def take(control, stats, directory, sketch, slots, hbm, overflow, s, x, group, priority):  # type: ignore[no-untyped-def]
-    """A RESERVED slot for the bundle (x, group), which set `s` does not have; entered into the directory. -1: none to be had."""
-    if control[C_FREE + 1] == 0 and not reclaim(control, stats, directory, sketch, slots, hbm):
-        return -1
+    """A RESERVED slot for the bundle (x, group), which set `s` does not have, entered into the directory; or NO_SLOT, LOOK_ON."""
+    if control[C_FREE + 1] == 0:
+        found = reclaim(control, stats, directory, sketch, slots, hbm)
+        if found < 0:
+            return np.int64(found)
     slot = control[C_FREE]
     control[C_FREE] = slots[slot].next
     control[C_FREE + 1] -= 1

@@ -14,15 +14,17 @@ from made_stores import QUEUES, QUICK, assert_served, check_planner, clear_fault
 
 import ssdgram
 from ssdgram import _plan_state as p
+from ssdgram._slots import RECLAIM_SETS
 from ssdgram._state import FAULT_STALL
 from ssdgram.store import Tuning
 
 
 def sized(made, bundles, seed, start=1):
-    """As many random tokens as need at most that many distinct bundles."""
-    count = max(start, bundles // made.geometry.groups - 8)
-    while made.distinct((made.tokens(count + 1, seed), {})) <= bundles:
-        count += 1
+    """As many random tokens as need at most that many distinct bundles (which grow with every token)."""
+    count, too_many = max(start, bundles // made.geometry.groups - 8), 4 * bundles
+    while too_many - count > 1:
+        middle = (count + too_many) // 2
+        count, too_many = (middle, too_many) if made.distinct((made.tokens(middle, seed), {})) <= bundles else (count, middle)
     return made.tokens(count, seed)
 
 
@@ -72,11 +74,38 @@ def test_large_batches_behind_each_other(engram, served):
     holder.release()
 
 
+def test_a_search_for_slots_is_gone_on_with(engram, served):
+    """A dozen idle bundles among hundreds of sets: a few sets are looked at at a time, and each key is counted once all the same."""
+    store = served(engram, dram=engram.dram_for(9000))
+    assert len(store._plan.directory) > 4 * RECLAIM_SETS
+    groups, names, rounds = engram.geometry.groups, ("hits", "misses", "repeats", "joins"), 30
+    with contextlib.ExitStack() as held:
+        held.enter_context(store.prefetch(sized(engram, store.capacity - 30, 1))).wait()
+        active = 2                                           # with the dead bundles' batch
+        while store.stats().slots_free >= 2 * groups:
+            held.enter_context(store.prefetch(engram.tokens(1, 50 + active))).wait()
+            active += 1
+        with store.prefetch(engram.tokens(1, 2)) as batch:   # these stay idle, those that follow push each other out
+            batch.wait()
+        assert until(lambda: store._plan.control[p.C_ACTIVE] == active)
+        before, reclaims = store.stats(), int(store._plan.stats[p.S_RECLAIMS])
+        for seed in range(rounds):
+            tokens = engram.tokens(1, 100 + seed)
+            with store.prefetch(tokens) as batch:
+                assert_served(engram, store, batch, tokens)
+            assert until(lambda: store._plan.control[p.C_ACTIVE] == active)
+        after = store.stats()
+        assert sum(sum(getattr(after, name).values()) - sum(getattr(before, name).values()) for name in names) == rounds * groups
+        assert store._plan.stats[p.S_RECLAIMS] > reclaims + 2 * rounds and after.starved == 0
+
+
 def test_a_step_takes_the_slots_of_half_a_background_plan(engram, served):
     """A background batch in the middle of its plan gives back what it has; planned to its end, it was there first."""
-    store = served(engram, dram=engram.dram_for(2000))
+    store = served(engram, dram=engram.dram_for(4000))
     gave_back = 0
-    for seed in range(12):
+    for seed in range(60):
+        if gave_back == 3:
+            break
         large, small = sized(engram, store.capacity - 10, 10 + seed), engram.tokens(100, 40 + seed)
         background, step = store.prefetch(large, priority="background"), store.prefetch(small)
         try:

@@ -26,7 +26,7 @@ from table import RULES, RottenRuleError, Rule
 
 ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*cache", "*.log", "results", "dist", "build")
-TEST_S, RUN_S = 120, 400                                     # one test, and one run of a rule's tests with what is compiled for it
+TEST_S, RUN_S = 240, 400                                     # one test, and one run of a rule's tests with what is compiled for it
 NO_PROOF = re.compile(r"numba\.core\.errors|SyntaxError|ImportError|NameError|IndentationError")
 
 

@@ -107,7 +107,7 @@ RULES = (
          "        if slot >= 0 and plan.slots[slot].status != SLOT_READY:", "        if False:",
          ("test_crew.py::test_bundles_that_are_being_read_are_left_to_the_planner",)),
     Rule(2, "what the crew left is planned before the batch goes on", "ssdgram/_lookup.py",
-         "        if plan.chunks[k * chunk_words(plan) + K_LEFT] > 0 and not settle_rest(plan, state, b, k):", "        if False:",
+         "        if plan.chunks[k * chunk_words(plan) + K_LEFT] > 0 and settle_rest(plan, state, b, k) != PLANNED:", "        if False:",
          ("test_crew.py::test_mixed_batches_under_pressure",)),
     Rule(2, "a hot set's entries are checked row by row", "ssdgram/_hotset_load.py",
          "            if head_check(state, group, x, head, entry + ENTRY_HEAD + 4 * group.heads) != "
