@@ -139,14 +139,17 @@ def settle_key(plan, state, b, t, g, x, found, set_index, out, held):  # type: i
 @compiled_inner
 def settle_block(plan, state, b, first, block, out, held):  # type: ignore[no-untyped-def]
     """Give each of the looked-up keys its slot, in `out`, and count the batch among its users. PLANNED, NO_SLOT or LOOK_ON."""
-    groups = plan.groups.shape[0]
-    base, planned = first * groups, plan.batches[b].planned + first
-    for k in range(max(0, plan.batches[b].settled - base), block * groups):
-        outcome = settle_key(plan, state, b, planned + k // groups, k % groups, plan.keys[base + k], np.int64(plan.found[k]), plan.sets[k],
-                             out, held)
+    groups, base = plan.groups.shape[0], first * plan.groups.shape[0]
+    begun = max(0, plan.batches[b].settled - base)
+    t, g = plan.batches[b].planned + first + begun // groups, begun % groups
+    for k in range(begun, block * groups):
+        outcome = settle_key(plan, state, b, t, g, plan.keys[base + k], np.int64(plan.found[k]), plan.sets[k], out, held)
         if outcome != PLANNED:
+            plan.batches[b].settled = base + k
             return outcome
-        plan.batches[b].settled = base + k + 1
+        g += 1
+        if g == groups:
+            t, g = t + 1, 0
     return PLANNED
 
 

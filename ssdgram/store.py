@@ -563,7 +563,8 @@ class Store:
         return slots, held, device_slots
 
     def _free_row(self) -> int:
-        """A free batch row; the caller holds the lock. Batches that were released may still be leaving: they are waited for."""
+        """A free batch row; the caller holds the lock, once. Batches that were released may still be leaving: they are waited for,
+        without the lock, so that other threads go on and release theirs."""
         deadline = time.monotonic() + ROW_WAIT_S
         while True:
             self._check()
@@ -577,7 +578,11 @@ class Store:
             released = [row for row in self._leaving if self._plan.batches["window"][row] == 0]
             if not released or time.monotonic() > deadline:
                 break
-            wait_free(self._plan.words, released[0] * self._line, 10_000_000)
+            self._lock.release()
+            try:
+                wait_free(self._plan.words, released[0] * self._line, 10_000_000)
+            finally:
+                self._lock.acquire()
         found = enumerate(self._plan.batches["ticket"].tolist())
         tickets = sorted(ticket for row, ticket in found if ticket > 0 and row not in released)
         raise StoreBusyError(f"{len(self._plan.batches)} batches are unreleased, the oldest is {min(tickets, default=0)}: release "

@@ -196,6 +196,36 @@ def test_released_batches_make_room_at_once(engram, served):
         store.prefetch(engram.tokens(40, seed)).release()
 
 
+def test_who_waits_for_a_row_holds_up_nobody(engram, served):
+    """A released batch leaves when the GPU's word arrives; until then another thread can release its own, which makes room."""
+    store = served(engram, tuning=Tuning(readers=1, depth=16, batches=3))
+    leaving, other = store.prefetch([1]), store.prefetch([2])
+    word = np.zeros(1, np.int64)
+    for batch in (leaving, other):
+        batch.wait()
+    record = store._plan.layers[leaving._row * len(store.layers)]
+    record["word"], record["expected"] = word.ctypes.data, 1
+    leaving.release()
+    outcome = []
+
+    def prefetch():
+        try:
+            with store.prefetch([3]) as batch:
+                assert_served(engram, store, batch, [3])
+            outcome.append("served")
+        except ssdgram.StoreBusyError:                       # after five seconds without a row
+            outcome.append("busy")
+
+    thread = threading.Thread(target=prefetch)
+    thread.start()
+    time.sleep(0.05)
+    assert thread.is_alive()
+    other.release()
+    thread.join()
+    word[0] = 1
+    assert outcome == ["served"]
+
+
 # ---------------------------------------------------------------- opening
 
 
