@@ -18,8 +18,8 @@ from ssdgram._compiled import (SYS_SCHED_YIELD, address_of, atomic_add, atomic_a
                                syscall, view_i32, view_u8)
 from ssdgram._kept import PLAN_AT, plan_at, state_at
 from ssdgram._plan_state import (ABSENT, BLOCK, CHUNKS, CREW_BATCH, CREW_DONE, CREW_NEXT, CREW_SLEEPERS, C_CHUNKS, C_FREE, C_IDLE,
-                                 K_COUNT, K_FIRST, K_HELD, K_HOT, K_IDLE, K_LEFT, K_START, K_STOP, NOT_SERVED, PP_CREW, PP_FILL, PP_HOT, PP_LAYERS,
-                                 PP_ORDERS, PP_RANK, PP_RULE, PP_WORLD, SLICE, SLOT, SLOT_READY)
+                                 K_COUNT, K_FIRST, K_HELD, K_HOT, K_IDLE, K_LEFT, K_START, K_STOP, NOT_SERVED, PP_CREW, PP_FILL, PP_HOT,
+                                 PP_LAYERS, PP_ORDERS, PP_RANK, PP_RULE, PP_WORLD, SLICE, SLOT, SLOT_READY)
 from ssdgram._state import STOP
 from ssdgram.cache.directory import mix, prefetch_entry, prefetch_tags, probe, set_of
 from ssdgram.cache.policy import touch

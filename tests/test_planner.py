@@ -104,7 +104,7 @@ def test_a_step_takes_the_slots_of_half_a_background_plan(engram, served):
     store = served(engram, dram=engram.dram_for(4000))
     gave_back = 0
     for seed in range(60):
-        if gave_back == 3:
+        if gave_back == 2:
             break
         large, small = sized(engram, store.capacity - 10, 10 + seed), engram.tokens(100, 40 + seed)
         background, step = store.prefetch(large, priority="background"), store.prefetch(small)
