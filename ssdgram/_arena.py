@@ -23,6 +23,8 @@ from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
+from ssdgram import _numa
+
 Spec = tuple[str, np.dtype | type, tuple[int, ...]]
 ALIGNMENT = 4096
 HUGE_PAGE = 2 << 20
@@ -76,6 +78,10 @@ class Arena:
 
     def __getitem__(self, key: str) -> np.ndarray:
         return self._arrays[key]
+
+    def prefer_node(self, node: int) -> bool:
+        """Have the pages, none of which was touched yet, taken from a NUMA node. Whether the kernel agreed."""
+        return all(_numa.prefer(address, size, node) for address, size, _ in self._regions)
 
     def forget(self) -> None:
         """In a forked child: give up the descriptors. The mappings were not inherited (see `_keep_in_child`)."""

@@ -325,6 +325,15 @@ class CudaSide:
         self.slab_memory = None
 
 
+def bus_id(device: torch.device) -> str:
+    """The PCI address of a GPU, such as "0000:3b:00.0"; "" if CUDA does not tell."""
+    name = ctypes.create_string_buffer(64)
+    with contextlib.suppress(UnavailableError, OSError, AttributeError):     # not to know it costs a little speed, nothing else
+        if ctypes.CDLL(_loaded("libcudart")).cudaDeviceGetPCIBusId(name, len(name), device.index) == 0:
+            return name.value.decode()
+    return ""
+
+
 def wait_for_stream(handle: int) -> None:
     """The current stream goes on when all that was launched on the stream of that handle has ended."""
     torch.cuda.current_stream().wait_stream(torch.cuda.ExternalStream(handle) if handle else torch.cuda.default_stream())

@@ -75,7 +75,7 @@ def _machine(root: Path) -> Iterator[Finding]:
     nodes = len(list((root / "sys/devices/system/node").glob("node[0-9]*")))
     if nodes > 1:
         yield Finding("NUMA", f"{nodes} nodes", "readers, slab and GPU on one node", NOTE,
-                      "bind the process to the GPU's node, for example with numactl")
+                      "a store on a GPU puts its memory and threads on that GPU's node; bind the engine there too (numactl)")
 
 
 def kernel_version(release: str) -> tuple[int, int]:

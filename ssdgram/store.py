@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ssdgram import _gds, _opening, machine, queues
+from ssdgram import _gds, _numa, _opening, machine, queues
 from ssdgram import _plan_state as p
 from ssdgram import _state as s
 from ssdgram._arena import Arena
@@ -90,7 +90,7 @@ class Tuning:
     depth: int | None = None                                 # reads in the drive per reader; None: by queue
     background_depth: int | None = None                      # of those, over all readers, for background reads; None: half
     crew: int | None = None                                  # threads that help to plan large batches; None: by CPUs
-    affinity: tuple[int, ...] | None = None                  # CPUs of the store's threads
+    affinity: tuple[int, ...] | None = None                  # CPUs of the store's threads; None: the GPU's NUMA node's, if there are several
     batches: int = 256                                       # unreleased batches at once
     retries: int = 2                                         # re-reads before the last one by another path
     spin_us: float = 20.0                                    # idle spinning before a thread sleeps
@@ -144,6 +144,7 @@ class Store:
     """An open store; made by `ssdgram.open`. Also a context manager that closes it."""
 
     scale_rule = "spec"                                      # what the rows of `open(scale_rule=...)` follow
+    numa_node: int | None = None                             # the GPU's, if the machine has several and tells: memory and threads are there
 
     def __init__(self, out: str | os.PathLike[str], *, dram: str | int, hbm: str | int, device: str, queue: str,
                  layers: SequenceType[int] | None, columns: SequenceType[int] | range | slice | None, owner: tuple[int, int] | None,
@@ -200,8 +201,10 @@ class Store:
             from ssdgram import _cuda
 
             device = _cuda.checked_device(self.device)
+            self.numa_node = _numa.node_of_gpu(_cuda.bus_id(device))
         elif hbm_budget > 0 and self._gds is None:
             raise ConfigError(f"hbm={hbm_budget} bytes with device='cpu': an HBM tier needs a CUDA device")
+        affinity = tuning.affinity or (None if self.numa_node is None else _numa.cpus_of(self.numa_node)) or None
         files = _opening.file_records(self.manifest, self._selection, self._pairs)
         _opening.check_first_pages(self.manifest, files, self._paths)
         chosen, _ = queues.resolve(queue_name)
@@ -212,7 +215,7 @@ class Store:
         if self._gds is not None:                            # the slab itself lies in GPU memory, so no tier of copies does
             hbm_slots, slab_slots = 0, max(0, hbm_budget - readers * depth * PAGE_BYTES) // stride
         shape = _opening.shape_of(self.geometry, self._selection, len(self._token_map), readers, depth, tuning.batches,
-                                  hbm_slots, slab_slots, default_crew(tuning.affinity) if tuning.crew is None else tuning.crew)
+                                  hbm_slots, slab_slots, default_crew(affinity) if tuning.crew is None else tuning.crew)
         self._sizes = sizes(budget, shape)
         there = min(count for count in (machine.memory()[0], machine.memory_limit(), 1 << 62) if count)
         if self._sizes.total > there:
@@ -225,6 +228,8 @@ class Store:
             self._arena = Arena(self._sizes.specs, private=PRIVATE)
         except (OSError, OverflowError) as error:
             raise BudgetError(f"dram is {budget} bytes: this machine does not give that much ({error}); give less") from error
+        if self.numa_node is not None and not self._arena.prefer_node(self.numa_node):           # before anything touches the memory
+            self._note(f"the system does not take memory from NUMA node {self.numa_node}, where the GPU is: bind the process there")
         try:
             self._state, self._plan = lay_out(self._arena)
             _opening.fill(self._state, self._plan, manifest=self.manifest, selection=self._selection, files=files,
@@ -234,7 +239,7 @@ class Store:
             if device is not None:
                 self._cuda = _cuda.CudaSide(self, device, hbm_slots, slab_slots)
             gds = None if self._gds is None else self._gds.queue_arguments(self)
-            self._queue = queues.choose(queue_name, self._state, readers, self._sizes.depth, tuning.affinity, gds)
+            self._queue = queues.choose(queue_name, self._state, readers, self._sizes.depth, affinity, gds)
             self.queue = self._queue.name
             self.notices.extend(self._queue.notices)
             try:
@@ -255,9 +260,9 @@ class Store:
                 self._cuda.close()
             self._arena.close()
             raise
-        self._threads = [threading.Thread(target=_run, args=(planner_loop, self._address, -1, tuning.affinity), name="ssdgram-planner",
+        self._threads = [threading.Thread(target=_run, args=(planner_loop, self._address, -1, affinity), name="ssdgram-planner",
                                           daemon=True)]
-        self._threads += [threading.Thread(target=_run, args=(crew_loop, self._address, 1 + k, tuning.affinity), name=f"ssdgram-crew-{k}",
+        self._threads += [threading.Thread(target=_run, args=(crew_loop, self._address, 1 + k, affinity), name=f"ssdgram-crew-{k}",
                                            daemon=True) for k in range(shape.crew)]
         started: list[threading.Thread] = []
         try:
