@@ -90,7 +90,7 @@ class Tuning:
     depth: int | None = None                                 # reads in the drive per reader; None: by queue
     background_depth: int | None = None                      # of those, over all readers, for background reads; None: half
     crew: int | None = None                                  # threads that help to plan large batches; None: by CPUs
-    affinity: tuple[int, ...] | None = None                  # CPUs of the store's threads; None: the GPU's NUMA node's, if there are several
+    affinity: tuple[int, ...] | None = None                  # CPUs of the store's threads; None: the GPU's NUMA node's, if any
     batches: int = 256                                       # unreleased batches at once
     retries: int = 2                                         # re-reads before the last one by another path
     spin_us: float = 20.0                                    # idle spinning before a thread sleeps
