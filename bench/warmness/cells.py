@@ -7,11 +7,12 @@ not know what a placement does; it knows when to ask, and what it cost.
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from ssdgram.bench.warmness.meter import Counters, cached_bytes, counters, percentiles, resident_memory
 from ssdgram.bench.warmness.placements import Placement, Ssdgram
@@ -27,6 +28,7 @@ FRESH = 6                                                    # 1 / this of the t
 UNSTABLE = 0.10                                              # medians of two passes that differ by more are marked
 ORDER = ("cold", "warm", "steady", "mixed")
 Say = Callable[[str], None]
+T = TypeVar("T")
 
 
 class Refused(Exception):
@@ -218,9 +220,8 @@ class Matrix:
             self._begin(row, name, placement, steps, turns[name])
         size = -(-len(steps) // BLOCKS)
         blocks = [steps[k:k + size] for k in range(0, len(steps), size)]
-        order = list(here)
         for k, block in enumerate(blocks):
-            for name in order[k % len(order):] + order[:k % len(order)]:
+            for name in in_turn(here, k):
                 if turns[name].status == "ok":
                     self._block(row, name, here[name], block, turns[name])
         for name, placement in here.items():
@@ -357,6 +358,14 @@ class Matrix:
             joined = sum(account["joined"] for account in accounts)
             cell |= {"bundles": asked / lookups, "hit_rate_all": 1 - (missed + joined) / max(1, asked)}
         return cell
+
+
+def in_turn(names: Iterable[T], block: int) -> list[T]:
+    """The order of a block: another for each, the same in every run, so that nobody always comes behind the same neighbour (who leaves
+    the GPU hot or cool, and the caches to itself)."""
+    order = list(names)
+    random.Random(block).shuffle(order)
+    return order
 
 
 def stores_of(placements: dict[str, Placement], state: str) -> dict[str, Ssdgram]:

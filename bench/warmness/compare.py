@@ -56,7 +56,7 @@ def mark(later: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any]:
 
 def _measured(result: dict[str, Any]) -> list[tuple[Key, dict[str, Any]]]:
     """Every row of matrix and step model that has figures, by what it is of."""
-    rows: list[tuple[tuple[Any, ...], dict[str, Any]]] = [(("cell",), row) for row in result["cells"]]
+    rows: list[tuple[Key, dict[str, Any]]] = [(("cell",), row) for row in result["cells"]]
     rows += [(("step", row["prefetch"]), row) for row in (result["step"]["rows"] if result["step"] else [])]
     return [((*kind, row["placement"], row["warmness"], row["kind"], row["tokens"]), row) for kind, row in rows if row["status"] == "ok"]
 

@@ -21,14 +21,14 @@ from ssdgram.bench.warmness.report import PLACES, STATES
 
 LOOKS: dict[str, tuple[str, str, Any, str]] = {              # colour (dark to light), marker, line, hatch
     "ssdgram": ("#000000", "o", "-", ""),
-    "ssdgram-frame": ("#5e5e5e", "X", "-", "oo"),
-    "ssdgram-hbm": ("#7a1f5c", "*", (0, (3, 1, 1, 1)), "**"),
-    "ssdgram-hbm-frame": ("#d9a3c7", "h", (0, (3, 1, 1, 1)), "OO"),
+    "ssdgram-frame": ("#6b6b6b", "X", "-", "oo"),
+    "ssdgram-hbm": ("#4b1238", "*", (0, (3, 1, 1, 1)), "**"),
+    "ssdgram-hbm-frame": ("#e8c3da", "h", (0, (3, 1, 1, 1)), "OO"),
     "hbm": ("#1f4e9e", "s", "--", "//"),
-    "dram-uva": ("#b5400f", "^", "-.", "\\\\"),
-    "dram-copy": ("#3d9970", "D", ":", ".."),
-    "ssd-mmap": ("#cfa52a", "v", (0, (6, 1)), "xx"),
-    "ssd-pread": ("#bdbdbd", "P", (0, (1, 1)), "--"),
+    "dram-uva": ("#cc6a35", "^", "-.", "\\\\"),
+    "dram-copy": ("#5cb48c", "D", ":", ".."),
+    "ssd-mmap": ("#d9b64a", "v", (0, (6, 1)), "xx"),
+    "ssd-pread": ("#d4d4d4", "P", (0, (1, 1)), "--"),
 }
 ORDER_LOOKS = {"2": ("#000000", "o", "-"), "3": ("#1f6fb5", "s", "--"), "4": ("#d98b2b", "^", "-."), "all": ("#9a9a9a", "D", ":")}
 SETTINGS = {"font.size": 10, "axes.grid": True, "grid.color": "#dddddd", "axes.axisbelow": True, "axes.spines.top": False,
@@ -234,7 +234,7 @@ def tokens(result: dict[str, Any]) -> Figure | None:
                 colour, _, _, hatch = LOOKS[row["placement"]]
                 apart = min(0.13, 0.9 / len(rows))
                 axis.bar(x + (k - (len(rows) - 1) / 2) * apart, row["tokens_s"], 0.92 * apart, color=colour, hatch=hatch,
-                         edgecolor="white" if colour == "#000000" else "black", linewidth=0.5, label=row["placement"])
+                         edgecolor="white" if colour in ("#000000", "#4b1238") else "black", linewidth=0.5, label=row["placement"])
             for alone in _loops(result, kind="decode", tokens=batch, warmness=state, placement="none", prefetch=True):
                 axis.plot([x - 0.46, x + 0.46], [alone["tokens_s"]] * 2, color="#555555", linestyle="--", linewidth=1, label="layers alone")
         axis.set_xticks(range(len(states)), states)

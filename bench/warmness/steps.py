@@ -6,7 +6,7 @@
 
 A step's time is from its tokens to its end; what it takes longer than the stand-in alone is the exposed fetch. "Off", a store is
 asked at the first n-gram layer and brings both layers' rows. A prompt's chunk goes through the same loop for the time to first
-token. Placements take turns; the store's states are those of the matrix.
+token. Placements take turns, warm ones in both ways in the same cell; the store's states are those of the matrix.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ssdgram.bench.warmness import stand_in
-from ssdgram.bench.warmness.cells import BLOCKS, FRESH, UNSTABLE, Clock, Say, Turn, guarded, stores_of
+from ssdgram.bench.warmness.cells import FRESH, UNSTABLE, Clock, Say, Turn, guarded, in_turn, stores_of
 from ssdgram.bench.warmness.meter import percentiles
 from ssdgram.bench.warmness.placements import Placement, Ssdgram
 from ssdgram.bench.warmness.sizes import PASSES, Sizes
@@ -30,6 +30,7 @@ NONE = "none"                                                # the stand-in alon
 HIDDEN = 0.01                                                # of a step: what counts as hidden
 SHARES = (64, 32, 16, 8)                                     # DRAM budgets of the sweep: 1 / these of the table
 SWEEP_STREAMS = 64
+BLOCKS = 8                                                   # turns of a placement in a cell's pass: clocks and neighbours even out
 WAYS = ("ssdgram", "ssdgram-frame", "ssdgram-hbm", "ssdgram-hbm-frame")       # SSDGram's, warm
 ORDER = ("warm", "steady", "mixed", "cold")                  # warm first: the files are still in the page cache
 Key = tuple[str, str, str, int, bool]                        # placement, warmness, kind, tokens, prefetch
@@ -135,24 +136,26 @@ class StepModel:
             begun = time.monotonic()
             for number in range(PASSES):
                 for tokens in self.sizes.step_batches:
-                    for prefetch in (True, False) if state in self.sizes.in_line else (True,):
-                        self._together(state, "decode", tokens, prefetch, number)
-                self._together(state, "prefill", self.sizes.prompt, True, number)
+                    both = (True, False) if state in self.sizes.in_line else (True,)
+                    for ways in (both,) if state == "warm" else ((way,) for way in both):      # others change the store as they go
+                        self._together(state, "decode", tokens, ways, number)
+                self._together(state, "prefill", self.sizes.prompt, (True,), number)
                 self._close_stores()
             self.say(f"step model, {state}: {time.monotonic() - begun:.0f} s ({self.clock.spent_s:.0f} s since the start)")
         ours = self.placements.get("ssdgram")
         if "steady" in warmness and isinstance(ours, Ssdgram):
             self._run_sweep(ours)
 
-    def _together(self, state: str, kind: str, tokens: int, prefetch: bool, number: int) -> None:
-        """All that take part in a cell, block by block in turn."""
-        loops = {NONE: Loop()} | {name: Loop() for name, placement in self.placements.items()
-                                  if (state in placement.states if isinstance(placement, Ssdgram)
-                                      else state == "warm" or (state == "cold" and not placement.warm_only))}
-        if (state, kind, prefetch) == ("warm", "decode", True):
-            loops |= {name: Loop() for name in self._frames}
-        for name, loop in loops.items():
-            self._loops.setdefault((name, state, kind, tokens, prefetch), []).append(loop)
+    def _together(self, state: str, kind: str, tokens: int, ways: tuple[bool, ...], number: int) -> None:
+        """All that take part in a cell, with and without prefetch as `ways` says, block by block in turn."""
+        names = [name for name, placement in self.placements.items()
+                 if (state in placement.states if isinstance(placement, Ssdgram)
+                     else state == "warm" or (state == "cold" and not placement.warm_only))]
+        loops = {(name, way): Loop() for way in ways for name in (NONE, *names)}
+        if (state, kind) == ("warm", "decode"):
+            loops |= {(name, True): Loop() for name in self._frames}
+        for (name, way), loop in loops.items():
+            self._loops.setdefault((name, state, kind, tokens, way), []).append(loop)
         if self.clock.late():
             for loop in loops.values():
                 loop.turn.status, loop.turn.why = "not run", f"the time limit of {self.sizes.limit_s:.0f} s had passed"
@@ -165,10 +168,9 @@ class StepModel:
             compute = self.compute(kind, tokens)
             self._prepare(state, steps, loops, compute)
             size = 1 if state == "cold" else max(1, -(-len(steps) // BLOCKS))
-            order = list(loops)
             for k, first in enumerate(range(0, len(steps), size)):
-                for name in order[k % len(order):] + order[:k % len(order)]:
-                    self._block(name, state, kind, steps[first:first + size], compute, prefetch, loops[name])
+                for name, way in in_turn(loops, k):
+                    self._block(name, state, kind, steps[first:first + size], compute, way, loops[name, way])
         if state != "warm":                                  # a warm store stays as it is, the others do not
             self._close_stores()
         if whole.status != "ok":
@@ -186,13 +188,13 @@ class StepModel:
         """None for the stand-in alone."""
         return self._frames.get(name) or self.placements.get(name)
 
-    def _prepare(self, state: str, steps: list[Step], loops: dict[str, Loop], compute: Any) -> None:
-        """The store of the state; files dropped, or read into the page cache."""
-        for name in loops:
-            placement = self._placement(name)
+    def _prepare(self, state: str, steps: list[Step], loops: dict[tuple[str, bool], Loop], compute: Any) -> None:
+        """The store of the state; files dropped, or read into the page cache. What fails has failed in both ways."""
+        for name in dict.fromkeys(name for name, _ in loops):
+            placement, turn = self._placement(name), Turn()
             if placement is None:
                 continue
-            with guarded(loops[name].turn):
+            with guarded(turn):
                 if name in self._frames:                     # behind its store's own loop, which opened the store
                     self._frames[name].ready(compute, len(steps[0]), [b - a for a, b in itertools.pairwise((*ENGRAM, LAYERS))])
                     continue
@@ -209,6 +211,9 @@ class StepModel:
                 if state == "warm":                          # files: all of their pages; the others: buffers and kernels
                     for step in steps[:placement.settling]:
                         placement.lookup(step)
+            for (other, _), loop in loops.items():
+                if other == name:
+                    loop.turn.status, loop.turn.why = turn.status, turn.why
 
     def _open(self, ours: Ssdgram, state: str) -> None:
         """The store of the state, unless it is open."""
