@@ -41,7 +41,8 @@ PLACED = {
     "ssd-mmap": "the checkpoint mapped: distinct ids (numpy.unique), numpy gather, pinned buffer, copy; below 2048 tokens without "
                 "read-ahead",
     "ssd-pread": "page files read through the page cache by 32 threads, one row a read",
-    "ssdgram": "a store: bundles cached in DRAM, pages read past the page cache",
+    "ssdgram": "a store: bundles cached in DRAM, pages read past the page cache. On a GPU a chunk is asked for in pieces (Store.staging), "
+               "and counted so: what a later piece finds of an earlier one's bundles is a hit, or joined, cold too",
     "ssdgram-hbm": "warm: the same store with its hottest bundles in GPU memory besides (size: budget, below); all of the warm text's are",
     "ssdgram-frame, ssdgram-hbm-frame": "in the step model, warm: everything behind layer 0 in one CUDA graph, both gathers in it "
                                         "(Store.frame)",
