@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ssdgram._compiled import (address_of, atomic_add, atomic_load, atomic_load_at, atomic_store, compiled_inner, compiled_lean, fence,
-                               futex_wait, now_ns, view_i32, view_i64, view_u8)
+from ssdgram._compiled import (SYS_SCHED_YIELD, address_of, atomic_add, atomic_load, atomic_load_at, atomic_store, compiled_inner,
+                               compiled_lean, fence, futex_wait, now_ns, syscall, view_i32, view_i64, view_u8)
 from ssdgram._kept import PLAN_AT, plan_at, state_at
 from ssdgram._plan_state import (C_COPY_REQUESTED, C_LONG_SLEEP, C_QUEUES, C_REQUEST_TAIL, FREE_BATCH, NO_ERROR, PP_BATCH_LINE,
                                  PP_LAYERS, PP_ORDERS, RELEASE, SUBMIT, SUBMITTED, W_ERROR, W_LAYER, W_SEQUENCE, W_SLEEPERS, W_STAGE)
@@ -138,6 +138,12 @@ def load_frame(batch_layers, row, slots, frame_slots, numbers, words, used, numb
             batch_layers[row * layers + layer].expected = number
 
 
+@compiled_inner
+def give_way():  # type: ignore[no-untyped-def]
+    """Between two looks of a spin: whoever is waited for may be waiting for this very CPU, where the wake-up put it."""
+    syscall(SYS_SCHED_YIELD, 0, 0, 0, 0, 0, 0)
+
+
 @compiled_lean
 def load_ready(kept, row, frame):  # type: ignore[no-untyped-def]
     """Load a batch into a frame if neither is waited for: all layers are READY, the last launch has ended. Whether it was done.
@@ -157,8 +163,9 @@ def load_ready(kept, row, frame):  # type: ignore[no-untyped-def]
 
 
 @compiled_lean
-def wait_layer(batch_words, base, layer, timeout_ns, spin_ns):  # type: ignore[no-untyped-def]
-    """Wait until a layer is ready or failed or the batch refused, at most `timeout_ns`; spin for `spin_ns`, then sleep."""
+def wait_layer(batch_words, base, layer, timeout_ns, spin_ns, counted):  # type: ignore[no-untyped-def]
+    """Wait until a layer is ready or failed or the batch refused, at most `timeout_ns`; spin for `spin_ns`, then sleep. `counted`: a
+    sleeper is counted here already, once and for all (over words of a server's, which are mapped read-only)."""
     begin = now_ns()
     while True:
         sequence = atomic_load(batch_words, base + W_SEQUENCE)
@@ -169,11 +176,14 @@ def wait_layer(batch_words, base, layer, timeout_ns, spin_ns):  # type: ignore[n
         if waited >= timeout_ns:
             return np.int64(TIMED_OUT)
         if waited < spin_ns:
+            give_way()
             continue
-        atomic_add(batch_words, base + W_SLEEPERS, np.int32(1))
-        fence()
+        if not counted:
+            atomic_add(batch_words, base + W_SLEEPERS, np.int32(1))
+            fence()
         futex_wait(batch_words, base + W_SEQUENCE, sequence, timeout_ns - waited)
-        atomic_add(batch_words, base + W_SLEEPERS, np.int32(-1))
+        if not counted:
+            atomic_add(batch_words, base + W_SLEEPERS, np.int32(-1))
         if now_ns() - begin < timeout_ns and atomic_load(batch_words, base + W_SEQUENCE) == sequence:
             return outcome(batch_words, base, layer)         # a signal: let Python look at it
 
@@ -189,6 +199,7 @@ def hurry(flag, ticket, spin_ns):  # type: ignore[no-untyped-def]
     while atomic_load_at(flag) != ticket:
         if now_ns() - begin >= spin_ns:
             return False
+        give_way()
     return True
 
 

@@ -81,9 +81,7 @@ class Batch:
         were no slots in that time, BatchTooLargeError if there never can be. A degraded store cuts the time short.
         """
         self._check()
-        if layer is None and self._all_ready():
-            self._store._count_wait(0.0, len(self._ready) - sum(self._ready))
-            self._ready = [True] * len(self._ready)
+        if layer is None and self._all_ready(timeout_s):
             return
         if timeout_s != timeout_s:
             raise ConfigError(f"timeout_s is {timeout_s}: expected seconds")
@@ -99,9 +97,17 @@ class Batch:
         return all(self._ready[index] or int(outcome(words, self._base, index)) != TIMED_OUT
                    for index in (range(len(self._ready)) if layer is None else (self._store._layer_index(layer),)))
 
-    def _all_ready(self) -> bool:
-        """Whether every layer is, found out in one call: the usual case of a warm step."""
-        return bool(all_ready(self._store._plan.words, self._base, len(self._ready)))
+    def _all_ready(self, timeout_s: float) -> bool:
+        """Whether every layer is, found out in one call and noted: the usual case of a warm step. May look for as long as a spin takes."""
+        if not all_ready(self._store._plan.words, self._base, len(self._ready)):
+            return False
+        self._note_ready(0.0)
+        return True
+
+    def _note_ready(self, waited_s: float) -> None:
+        """Every layer is ready, after that wait for those of which that was not known."""
+        self._store._count_wait(waited_s, len(self._ready) - sum(self._ready))
+        self._ready = [True] * len(self._ready)
 
     def _wait_for(self, index: int, deadline: float) -> None:
         store = self._store
@@ -117,7 +123,7 @@ class Batch:
             now = time.monotonic()
             if now >= self._cut_short(deadline, begin):
                 break
-            result = int(wait_layer(words, self._base, index, int(min(NAP_NS, max(0.0, (deadline - now) * 1e9))), SPIN_NS))
+            result = int(wait_layer(words, self._base, index, int(min(NAP_NS, max(0.0, (deadline - now) * 1e9))), SPIN_NS, False))
             if result == TIMED_OUT:
                 self._check()
         store._count_wait(time.monotonic() - begin)

@@ -328,6 +328,7 @@ class Store:
         tokens are copied. TokenError for a bad id; StoreBusyError if too many batches are unreleased; StoreReplacedError.
         """
         self._check()
+        self._expect_step()
         sequences = _sequences(tokens, participates, lookback, lookback_participates)
         if priority not in PRIORITIES:
             raise ConfigError(f"priority is {priority!r}: expected one of {list(PRIORITIES)}")
@@ -484,6 +485,9 @@ class Store:
     def _inherited(self) -> bool:
         """Whether this is a forked child's copy."""
         return os.getpid() != self._pid
+
+    def _expect_step(self) -> None:
+        """A batch is about to be handed in: what takes its time to be ready for it may begin now."""
 
     def _usable(self) -> bool:
         return not self._closed and not self._inherited()

@@ -32,7 +32,8 @@ def good(engram, server):
 
 
 def push(store, kind=share.TAKE_SEAT, row=0, ticket=1, flat=4, positions=4, window=0, priority=0, device=0):
-    share.push(store._board, store._requests, store._bell, kind, row, ticket, flat, positions, window, priority, device)
+    share.push(store._board, store._requests, store._bell, store._plan.control, kind, row, ticket, flat, positions, window, priority,
+               device)
 
 
 def put_out(server, store):
@@ -224,10 +225,9 @@ def test_tokens_that_a_gpu_brings_are_awaited(engram, server, good):
             push(store, row=row, ticket=store._tickets, flat=7, positions=7, device=1)
             store._unreleased.add(row)
         batch = ssdgram.serve.client.AttachedBatch(store, row, store._tickets, 7, (tokens, tokens))
-        batch._flag = 1
+        batch._flag = store._plan.token_words.ctypes.data + 8 * row
         with pytest.raises(ssdgram.ReadTimeoutError, match="has not taken the batch"):
             batch.wait(timeout_s=0.1)
-        assert not share.hurry(store._plan.token_words, row, store._tickets, store._bell, 1000)
         store._tokens[row, :7] = tokens
         store._arrays["token_words"][row] = store._tickets
         with batch:

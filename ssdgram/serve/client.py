@@ -27,8 +27,8 @@ from ssdgram import _opening
 from ssdgram import _plan_state as p
 from ssdgram._arena import Mapped, rounded, size_of
 from ssdgram._budget import parse_size
-from ssdgram._calls import READY, TIMED_OUT
-from ssdgram.batch import HURRY_NS, NAP_NS, SPIN_NS, Batch
+from ssdgram._calls import READY, TIMED_OUT, hurry, wait_layer
+from ssdgram.batch import HURRY_NS, NAP_NS, Batch
 from ssdgram.errors import (
     ConfigError,
     ReadTimeoutError,
@@ -50,7 +50,9 @@ if TYPE_CHECKING:
     from ssdgram.frame import Frame
     from ssdgram.tools.trace_record import Recorder
 
+GOING = (share.SERVING, share.REPLACED)
 LOOK_S = 0.005                                               # how long a look at the server's end of the socket is good for
+SPIN_NS = 200_000                                            # before a wait sleeps: it gives way to whoever wants the CPU meanwhile
 ANSWER_S, WHY_S = 5.0, 0.5                                   # how long an answer may take; why a wait failed is not worth as long
 
 
@@ -86,8 +88,31 @@ class AttachedBatch(Batch):
         super().__init__(store, row, ticket, np.empty((layers, positions, 0), np.int32), np.empty((layers, 0), np.int32), flat)
         self._seated = False
 
-    def _all_ready(self) -> bool:
-        return False                                         # which words are this batch's is to be seen first
+    def _all_ready(self, timeout_s: float) -> bool:
+        store, begin = self._store, time.monotonic()
+        if self._flag or not timeout_s >= 0:
+            return False
+        row = share.ready_row(store._seats, self._row, self.ticket, store._plan.words, store._line, len(self._ready),
+                              min(SPIN_NS, int(min(timeout_s, 1.0) * 1e9)))
+        if row < 0:
+            return False
+        self._take_row(row)
+        if self._device_slots is not None:
+            for index, seen in enumerate(self._ready):
+                if not seen:
+                    self._show_device(index)
+        self._note_ready(time.monotonic() - begin)
+        return True
+
+    def _take_row(self, row: int) -> None:
+        """The batch row that the server gave to this batch: its words and its plan are this batch's."""
+        if not self._seated:
+            self._base, self._slots, self._seated = row * self._store._line, self._store._plan_of(row, len(self)), True
+
+    def _show_device(self, index: int) -> None:
+        """The layer is ready: its plan goes to where the GPU reads it."""
+        if self._device_slots is not None:
+            self._device_slots[index].numpy()[:] = self._slots[index]
 
     def _wait_for(self, index: int, deadline: float) -> None:
         store, begin = self._store, time.monotonic()
@@ -104,8 +129,7 @@ class AttachedBatch(Batch):
         if result != READY:
             raise store._error_of(self, index, waited)
         self._ready[index] = True
-        if self._device_slots is not None:
-            self._device_slots[index].numpy()[:] = self._slots[index]
+        self._show_device(index)
 
     def plan_now(self) -> None:
         """Nothing: the server's desk plans."""
@@ -114,7 +138,8 @@ class AttachedBatch(Batch):
         """What the layer has come to, after at most `nap_ns`."""
         store = self._store
         if self._flag and nap_ns > 0:                        # the desk looks for such words now and then only
-            share.hurry(store._plan.token_words, self._row, self.ticket, store._bell, HURRY_NS)
+            if hurry(self._flag, self.ticket, HURRY_NS):
+                share.ring(store._bell)
             self._flag = 0
         if not self._seated:
             begin = time.monotonic_ns()
@@ -122,10 +147,8 @@ class AttachedBatch(Batch):
             if row < 0:
                 return TIMED_OUT
             nap_ns = max(0, nap_ns - (time.monotonic_ns() - begin))
-            self._base = row * store._line
-            self._slots = store._plan_of(row, len(self))
-            self._seated = True
-        return int(share.wait_layer_attached(store._plan.words, self._base, index, nap_ns, SPIN_NS))
+            self._take_row(row)
+        return int(wait_layer(store._plan.words, self._base, index, nap_ns, SPIN_NS, True))
 
     def ready(self, layer: int | None = None) -> bool:
         """Whether `wait(layer)` would return, or raise, at once. Never blocks."""
@@ -237,6 +260,7 @@ class AttachedStore(Store):
         self._bell = bell.cut(share.BELL_SPECS)["bell"]
         mine = self._share.cut(specs)
         self._board, self._requests, self._seats, self._seat_words = (mine[name] for name in ("board", "requests", "seats", "seat_words"))
+        self._board_words = self._board.data                 # as Python reads a word quickest
         self._tokens, self._flags, self._expected = mine["tokens"], mine["flags"], mine["expected"]
         self._arrays = mine
         about = json.loads(mine["about"].tobytes())
@@ -346,7 +370,7 @@ class AttachedStore(Store):
     def _check(self) -> None:
         super()._check()
         now = time.monotonic()
-        if self._gone or self._board[share.B_STATE] not in (share.SERVING, share.REPLACED):
+        if self._gone or self._board_words[share.B_STATE] not in GOING:
             self._lost("was stopped, or put this process out")
         if now - self._looked > LOOK_S:
             self._looked = now
@@ -358,6 +382,9 @@ class AttachedStore(Store):
             except OSError:
                 self._lost("ended")
 
+    def _expect_step(self) -> None:
+        share.ring(self._bell)                               # the desk wakes up while the tokens are looked at here
+
     def _lost(self, how: str) -> None:
         """Raise ServerDiedError, now and at every later call."""
         self._gone = self._gone or how
@@ -365,17 +392,21 @@ class AttachedStore(Store):
                               f"again once it runs, and prefetch again")
 
     def _look_at_manifest(self) -> None:
-        if self._board[share.B_STATE] == share.REPLACED:
+        if self._board_words[share.B_STATE] == share.REPLACED:
             raise StoreReplacedError(f"the files of {self.path} are not those that the server opened (generation "
                                      f"{self.manifest.generation:016x}): restart the server, and attach again")
 
     def _submit(self, sequences: list[Sequence], priority: str, window: int, ticket: int | None = None,
                 soon: bool = False) -> Batch:
         tokens, flags, positions = flatten(sequences, self.geometry.max_ngram)
-        deferred = any(sequence.fill is not None for sequence in sequences)
+        if len(sequences) == 1:                              # a step: everything here counts
+            deferred, on_device = sequences[0].fill is not None, sequences[0].device_tokens is not None
+        else:
+            deferred = any(sequence.fill is not None for sequence in sequences)
+            on_device = any(sequence.device_tokens is not None for sequence in sequences)
         if deferred and len(sequences) > 1:
             raise ConfigError("a deferred Sequence is a batch of its own: not one of a list")
-        on_device = any(sequence.device_tokens is not None for sequence in sequences) or (deferred and self._cuda is not None)
+        on_device = on_device or (deferred and self._cuda is not None)
         if on_device and self._cuda is None:
             raise ConfigError(f"tokens on a GPU: attach with device='cuda' (this store has {self.device!r}), or copy them to the host")
         if deferred and not on_device:
@@ -419,8 +450,8 @@ class AttachedStore(Store):
         """Announce a request whose tokens and flags stand in the seat, or will; the caller holds the lock."""
         self._tickets += 1
         self._last[row] = self._tickets
-        share.push(self._board, self._requests, self._bell, share.TAKE_SEAT, row, self._tickets, flat, positions, window,
-                   PRIORITIES[priority], int(on_device))
+        share.push(self._board, self._requests, self._bell, self._plan.control, share.TAKE_SEAT, row, self._tickets, flat, positions,
+                   window, PRIORITIES[priority], int(on_device))
 
     def _free_row(self) -> int:
         """A seat that is free; the caller holds the lock. Batches that were released may still be leaving: they are waited for."""
@@ -432,6 +463,7 @@ class AttachedStore(Store):
             self._check()
             if len(self._unreleased) == self._rows or time.monotonic() > deadline:
                 break
+            share.ring(self._bell)                           # it may doze, with releases before it
             time.sleep(0.0002)
         tickets = sorted(int(self._last[row]) for row in self._unreleased)
         raise StoreBusyError(f"{len(tickets)} of this client's {self._rows} batches are unreleased, the oldest is "
@@ -448,7 +480,7 @@ class AttachedStore(Store):
             if self._cuda is not None:
                 layers = len(self.layers)
                 share.name_words(self._plan.layers, row * layers, layers, self._expected, self._arrays["gpu_words"])
-            share.push(self._board, self._requests, self._bell, share.LEAVE_SEAT, row, batch.ticket, 0, 0, 0, 0, 0)
+            share.push(self._board, self._requests, self._bell, self._plan.control, share.LEAVE_SEAT, row, batch.ticket, 0, 0, 0, 0, 0)
             self._unreleased.discard(row)
 
     def _error_of(self, batch: AttachedBatch, index: int, waited: float) -> Exception:

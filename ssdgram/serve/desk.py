@@ -16,18 +16,24 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ssdgram._calls import hand_back, submit
+from ssdgram._calls import give_way, hand_back, submit
 from ssdgram._compiled import (_viewer, address_of, atomic_add, atomic_exchange, atomic_load, atomic_store, compiled_inner,
                                compiled_lean, copy_bytes, fence, futex_wait, futex_wake, now_ns, types, view_i32, view_u8)
 from ssdgram._plan_state import FREE_BATCH, LAYER_FAILED, NO_ERROR, W_ERROR, W_LAYER, W_STAGE
+from ssdgram._planner import planner_loop
+from ssdgram._state import STEP
 from ssdgram.kernels.hash import OUTPUT, PARTICIPATES, STARTS
-from ssdgram.serve.share import (BELL, BELL_ASLEEP, BOARD_WORDS, B_TAIL, FRAMES, LEAVE_SEAT, Q_DEVICE, Q_FLAT, Q_KIND, Q_POSITIONS,
-                                 Q_PRIORITY, Q_ROW, Q_TICKET, Q_WINDOW, REQUEST_WORDS, SEAT_BATCH, SEAT_BELL, SEAT_DONE, SEAT_LINE,
-                                 SEAT_SLEEPERS, SEAT_TICKET, SEAT_WORDS, TAKE_SEAT)
+from ssdgram.serve.share import (ASLEEP, AWAKE, BELL, BELL_ASLEEP, BOARD_WORDS, B_TAIL, DOZING, FRAMES, LEAVE_SEAT, Q_DEVICE, Q_FLAT,
+                                 Q_KIND, Q_POSITIONS, Q_PRIORITY, Q_ROW, Q_TICKET, Q_WINDOW, REQUEST_WORDS, SEAT_BATCH, SEAT_BELL,
+                                 SEAT_DONE, SEAT_LINE, SEAT_SLEEPERS, SEAT_TICKET, SEAT_WORDS, TAKE_SEAT)
 
 view_i64 = _viewer(types.int64, 8)
 POLL_NS = 100_000                                            # longest sleep while GPU words are awaited
+DOZE_NS = 2_000_000                                          # longest sleep in busy times, which last ...
+BUSY_NS = 1_000_000_000                                      # ... so long after the last request: releases are seen then, unrung
+EXPECT_NS = 200_000                                          # how long a request is awaited that was rung for before it was made
 NAP_NS = 200_000_000                                         # longest sleep at all: a bell that a client spoilt costs that much
+PLANNED_HERE = 512                                           # tokens of a step that the desk plans itself, if the planner sleeps
 TAKE = 64                                                    # requests of one client taken without looking at the others
 
 ABSENT, LIVE, BROKEN, LEAVING_NOW, DRAINING, GONE = range(6)     # a client; the server's thread sets LIVE and LEAVING_NOW
@@ -170,10 +176,13 @@ def seat_batch(desk, c, row):  # type: ignore[no-untyped-def]
     ticket = desk.control[D_TICKETS]
     desk.arrived[b] = ticket
     planned = min(seat.window, seat.positions) if seat.window > 0 else seat.positions
+    here = seat.window == 0 and seat.priority == STEP and planned <= PLANNED_HERE
     room = params[DP_LAYERS] * params[DP_ORDERS] * planned
     submit(params[DP_STORE], np.int64(b), ticket, tokens, flags, address_of(desk.arrived, b),
            view_i32(address_of(desk.plans, b * params[DP_PLAN]), room), view_i32(address_of(desk.held, b * params[DP_PLAN]), room),
-           planned, seat.window, seat.priority, True)
+           planned, seat.window, seat.priority, not here)
+    if here:
+        planner_loop(params[DP_STORE], np.int64(b))          # on this thread, if the planner sleeps: waking it takes longer
     if seat.window > 0:                                      # the planner frees the row after the last window, with no release
         seat.stage = EMPTY
         write_seat(desk, c, row, SEAT_DONE, seat.ticket)
@@ -420,13 +429,14 @@ def nothing_asked(desk):  # type: ignore[no-untyped-def]
 
 @compiled_inner
 def sleep(desk, longest_ns):  # type: ignore[no-untyped-def]
-    """Sleep until a client rings, or for `longest_ns`."""
+    """Sleep until a client rings, or for `longest_ns`. Whether one rang."""
     word = atomic_load(desk.bell, BELL)
-    atomic_exchange(desk.bell, BELL_ASLEEP, np.int32(1))
+    atomic_exchange(desk.bell, BELL_ASLEEP, np.int32(DOZING if longest_ns <= DOZE_NS else ASLEEP))
     fence()
     if nothing_asked(desk) and atomic_load(desk.control, D_STOP) == 0:
         futex_wait(desk.bell, BELL, word, longest_ns)
-    atomic_store(desk.bell, BELL_ASLEEP, np.int32(0))
+    atomic_store(desk.bell, BELL_ASLEEP, np.int32(AWAKE))
+    return atomic_load(desk.bell, BELL) != word
 
 
 @compiled_lean
@@ -438,9 +448,9 @@ def set_state(states, c, state):  # type: ignore[no-untyped-def]
 @compiled_lean
 def desk_loop(desk):  # type: ignore[no-untyped-def]
     """Run until D_STOP. This is the whole life of the desk's thread."""
-    last_work = now_ns()
+    stays_up = last_asked = now_ns()
     while atomic_load(desk.control, D_STOP) == 0:
-        work = tend_pending(desk)
+        work, taken = tend_pending(desk), desk.control[D_TAKEN]
         for c in range(desk.clients.shape[0]):
             state = atomic_load(desk.states, 16 * c)
             if state == LIVE:
@@ -451,7 +461,15 @@ def desk_loop(desk):  # type: ignore[no-untyped-def]
             elif state == DRAINING and drained(desk, c):
                 work += 1
         now = now_ns()
+        if desk.control[D_TAKEN] != taken:
+            last_asked = now
         if work > 0:
-            last_work = now
-        elif now - last_work > desk.params[DP_SPIN_NS]:
-            sleep(desk, POLL_NS if desk.control[D_PENDING] + desk.control[D_DRAINING] > 0 else NAP_NS)
+            stays_up = now + desk.params[DP_SPIN_NS]
+        elif now > stays_up:
+            longest = DOZE_NS if now - last_asked < BUSY_NS else NAP_NS
+            if desk.control[D_PENDING] + desk.control[D_DRAINING] > 0:
+                longest = POLL_NS
+            if sleep(desk, longest):
+                stays_up = now_ns() + EXPECT_NS
+        else:
+            give_way()

@@ -18,10 +18,10 @@ import numpy as np
 
 from ssdgram import _plan_state as p
 from ssdgram._arena import Spec
-from ssdgram._calls import TIMED_OUT, outcome
+from ssdgram._calls import all_ready, give_way
 from ssdgram._compiled import (address_of, atomic_add, atomic_exchange, atomic_load, atomic_store, compiled_lean, fence, futex_wait,
                                futex_wake, now_ns)
-from ssdgram._plan_state import FREE_BATCH, W_SEQUENCE, W_STAGE
+from ssdgram._plan_state import C_QUEUES, FREE_BATCH, W_STAGE
 
 # board: int64 words, a line for each writer
 B_TAIL = 0                                                   # requests announced, ever growing; the client's
@@ -45,7 +45,8 @@ SEAT_BELL, SEAT_SLEEPERS = range(2)
 FRAMES = 512                                                 # lines of GPU words for frames, beside those of the seats
 
 # bell: int32 words in a page that all clients share
-BELL, BELL_ASLEEP = 0, 16                                    # futex word; 1 while the desk sleeps on it
+BELL, BELL_ASLEEP = 0, 16                                    # futex word; how the desk sleeps on it:
+AWAKE, DOZING, ASLEEP = 0, 1, 2                              # dozing: it looks again soon, whether or not somebody rings
 BELL_SPECS: tuple[Spec, ...] = (("bell", np.int32, (32,)),)
 
 
@@ -80,8 +81,8 @@ def plan_words(layers: int, orders: int, positions: int) -> int:
 
 def layout_digest() -> int:
     """A number that changes when the meaning of shared memory does: both sides must be of one build."""
-    facts = (share_specs(3, 2, 5, 7), BELL_SPECS, p.W_SEQUENCE, p.W_ERROR, p.W_STAGE, p.W_LAYER, p.FREE_BATCH, p.C_STATE,
-             p.STATE_NAMES, plan_words(2, 3, 700), FRAMES)
+    facts = (share_specs(3, 2, 5, 7), BELL_SPECS, AWAKE, DOZING, ASLEEP, p.W_SEQUENCE, p.W_ERROR, p.W_STAGE, p.W_LAYER, p.FREE_BATCH,
+             p.C_STATE, p.C_QUEUES, p.STATE_NAMES, plan_words(2, 3, 700), FRAMES)
     return zlib.crc32(repr(facts).encode())
 
 
@@ -89,8 +90,11 @@ def layout_digest() -> int:
 
 
 @compiled_lean
-def push(board, requests, bell, kind, row, ticket, flat, positions, window, priority, device):  # type: ignore[no-untyped-def]
-    """Announce a request (the caller holds the store's lock) and wake the desk if it sleeps."""
+def push(board, requests, bell, plan_control, kind, row, ticket, flat, positions, window, priority, device):  # type: ignore[no-untyped-def]
+    """Announce a request (the caller holds the store's lock) and wake the desk if it sleeps.
+
+    As in-process (_calls.hand_back), nobody is woken for a release that is soon seen anyway, unless some batch waits for slots.
+    """
     tail = board[B_TAIL]
     entry = (tail & (requests.shape[0] // REQUEST_WORDS - 1)) * REQUEST_WORDS
     requests[entry + Q_KIND] = kind
@@ -102,27 +106,21 @@ def push(board, requests, bell, kind, row, ticket, flat, positions, window, prio
     requests[entry + Q_PRIORITY] = priority
     requests[entry + Q_DEVICE] = device
     atomic_store(board, B_TAIL, tail + 1)
-    ring(bell)
+    fence()
+    if kind == TAKE_SEAT and atomic_load(bell, BELL_ASLEEP) == AWAKE:
+        give_way()                                           # it may be waiting for this CPU
+    elif (kind == TAKE_SEAT or atomic_load(bell, BELL_ASLEEP) != DOZING or atomic_load(plan_control, C_QUEUES) >= 0
+            or atomic_load(plan_control, C_QUEUES + 2) >= 0):
+        ring(bell)
 
 
 @compiled_lean
 def ring(bell):  # type: ignore[no-untyped-def]
     """Wake the desk if it sleeps. What is to be seen was stored before."""
     fence()
-    if atomic_load(bell, BELL_ASLEEP) != 0 and atomic_exchange(bell, BELL_ASLEEP, np.int32(0)) != 0:
+    if atomic_load(bell, BELL_ASLEEP) != AWAKE and atomic_exchange(bell, BELL_ASLEEP, np.int32(AWAKE)) != AWAKE:
         atomic_add(bell, BELL, np.int32(1))
         futex_wake(bell, BELL, 1)
-
-
-@compiled_lean
-def hurry(token_words, row, ticket, bell, spin_ns):  # type: ignore[no-untyped-def]
-    """As `hurry` in _calls: spin until the tokens that a GPU sends are there, at most `spin_ns`; then wake the desk. Whether they came."""
-    begin = now_ns()
-    while atomic_load(token_words, row) != ticket:
-        if now_ns() - begin >= spin_ns:
-            return False
-    ring(bell)
-    return True
 
 
 @compiled_lean
@@ -146,6 +144,20 @@ def free_seat(seats, batch_words, line, first, last):  # type: ignore[no-untyped
 
 
 @compiled_lean
+def ready_row(seats, row, ticket, batch_words, line, layers, spin_ns):  # type: ignore[no-untyped-def]
+    """The batch row that the seat's ticket got, once every layer of it is READY; -1 if that is not so within `spin_ns`."""
+    begin = now_ns()
+    while True:
+        if atomic_load(seats, row * SEAT_LINE + SEAT_TICKET) == ticket:
+            batch = seats[row * SEAT_LINE + SEAT_BATCH]
+            if all_ready(batch_words, batch * line, layers):
+                return batch
+        if now_ns() - begin >= spin_ns:
+            return np.int64(-1)
+        give_way()
+
+
+@compiled_lean
 def wait_seated(seats, seat_words, row, ticket, timeout_ns, spin_ns):  # type: ignore[no-untyped-def]
     """The batch row that the seat's ticket got, -1 if it has none within `timeout_ns`."""
     begin = now_ns()
@@ -158,6 +170,7 @@ def wait_seated(seats, seat_words, row, ticket, timeout_ns, spin_ns):  # type: i
         if waited >= timeout_ns:
             return np.int64(-1)
         if waited < spin_ns:
+            give_way()
             continue
         atomic_add(seat_words, word + SEAT_SLEEPERS, np.int32(1))
         fence()
@@ -165,22 +178,3 @@ def wait_seated(seats, seat_words, row, ticket, timeout_ns, spin_ns):  # type: i
         atomic_add(seat_words, word + SEAT_SLEEPERS, np.int32(-1))
         if now_ns() - begin < timeout_ns and atomic_load(seat_words, word + SEAT_BELL) == sequence:
             return np.int64(-1)                              # a signal: let Python look at it
-
-
-@compiled_lean
-def wait_layer_attached(batch_words, base, layer, timeout_ns, spin_ns):  # type: ignore[no-untyped-def]
-    """As `wait_layer` in _calls, over words that are mapped read-only: the server counts a sleeper in every row, once and for all."""
-    begin = now_ns()
-    while True:
-        sequence = atomic_load(batch_words, base + W_SEQUENCE)
-        result = outcome(batch_words, base, layer)
-        if result != TIMED_OUT:
-            return result
-        waited = now_ns() - begin
-        if waited >= timeout_ns:
-            return np.int64(TIMED_OUT)
-        if waited < spin_ns:
-            continue
-        futex_wait(batch_words, base + W_SEQUENCE, sequence, timeout_ns - waited)
-        if now_ns() - begin < timeout_ns and atomic_load(batch_words, base + W_SEQUENCE) == sequence:
-            return outcome(batch_words, base, layer)         # a signal: let Python look at it
