@@ -8,6 +8,7 @@ ssdgram._compiled keeps it, and a second run finds everything there and takes se
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -129,6 +130,21 @@ def _serve_once(wanted: dict[str, Any], folder: Path) -> None:
             _use(store)
 
 
+def _attach_once(folder: Path) -> None:
+    """A tiny store, served and attached to: what `ssdgram serve` and its clients compile besides."""
+    from ssdgram.serve.server import MOST_PATH, Server
+
+    path = folder / "s"
+    if len(os.fsencode(path)) > MOST_PATH:
+        raise UnavailableError(f"{path} is too long for a socket: set TMPDIR to a shorter folder")
+    checkpoint, out = folder / "checkpoint", folder / "store"
+    _write_tokenizer(folder / "tokenizer.json")
+    ssdgram.synthesize(checkpoint, vocab_size=211, layers=(0, 2), tokenizer=folder / "tokenizer.json", hidden_size=64)
+    ssdgram.convert(checkpoint, out)
+    with Server(out, path, dram="32MiB", clients=1, rows=2, positions=256) as server, ssdgram.attach(server.path) as store:
+        _use(store)
+
+
 def _use(store: ssdgram.Store) -> None:
     tokens = np.arange(3, 40, dtype=np.int32)
     mask = np.ones(len(tokens), bool)
@@ -150,5 +166,6 @@ def _write_tokenizer(path: Path) -> None:
                                 "decoder": {"type": "ByteLevel"}}))
 
 
+register(Step("a server and its client", _attach_once))
 if version_of("cuda-bindings") is not None:
     register(Step("Queue gds", lambda folder: compile_ahead()))

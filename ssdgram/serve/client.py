@@ -28,6 +28,7 @@ from ssdgram import _plan_state as p
 from ssdgram._arena import Mapped, rounded, size_of
 from ssdgram._budget import parse_size
 from ssdgram._calls import READY, TIMED_OUT, hurry, wait_layer
+from ssdgram._compiled import compile_for
 from ssdgram.batch import HURRY_NS, NAP_NS, Batch
 from ssdgram.errors import (
     ConfigError,
@@ -191,6 +192,7 @@ class AttachedStore(Store):
             numbers, descriptors = self._greet(timeout_s)
             try:
                 self._map(numbers, descriptors)
+                self._compile_ahead()
                 if device != "cpu":
                     self._cuda = self._reach(cuda_device, descriptors[0])
             except UnavailableError:
@@ -290,6 +292,17 @@ class AttachedStore(Store):
         self._row_formats: dict[int, RowFormat] = {}
         self._wait_counts, self._wait_us_sum, self._served_bytes = np.zeros(WAIT_BUCKETS, np.int64), 0.0, 0
         self._gone, self._looked = "", 0.0
+
+    def _compile_ahead(self) -> None:
+        """What a step calls is loaded, or compiled, now: a wait's time-out is for the drive."""
+        board, requests, bell, seats, words, control = (self._board, self._requests, self._bell, self._seats, self._plan.words,
+                                                        self._plan.control)
+        compile_for(share.push, board, requests, bell, control, *[0] * 8)
+        compile_for(share.ring, bell)
+        compile_for(share.free_seat, seats, words, 0, 0, self._last)
+        compile_for(share.ready_row, seats, 0, 0, words, 0, 0, 0)
+        compile_for(share.wait_seated, seats, self._seat_words, 0, 0, 0, 0)
+        compile_for(wait_layer, words, 0, 0, 0, 0, True)
 
     def _look_into(self, n: protocol.Welcome) -> None:
         """The parts of the store's own block that are looked at here."""

@@ -31,7 +31,7 @@ view_i64 = _viewer(types.int64, 8)
 POLL_NS = 100_000                                            # longest sleep while GPU words are awaited
 DOZE_NS = 2_000_000                                          # longest sleep in busy times, which last ...
 BUSY_NS = 1_000_000_000                                      # ... so long after the last request: releases are seen then, unrung
-EXPECT_NS = 200_000                                          # how long a request is awaited that was rung for before it was made
+LINGER_NS = 200_000                                          # longest spin: a request is about to come
 NAP_NS = 200_000_000                                         # longest sleep at all: a bell that a client spoilt costs that much
 PLANNED_HERE = 512                                           # tokens of a step that the desk plans itself, if the planner sleeps
 TAKE = 64                                                    # requests of one client taken without looking at the others
@@ -448,9 +448,9 @@ def set_state(states, c, state):  # type: ignore[no-untyped-def]
 @compiled_lean
 def desk_loop(desk):  # type: ignore[no-untyped-def]
     """Run until D_STOP. This is the whole life of the desk's thread."""
-    stays_up = last_asked = now_ns()
+    stays_up = last_asked = idle_since = now = now_ns()
     while atomic_load(desk.control, D_STOP) == 0:
-        work, taken = tend_pending(desk), desk.control[D_TAKEN]
+        before, taken, work = now, desk.control[D_TAKEN], tend_pending(desk)
         for c in range(desk.clients.shape[0]):
             state = atomic_load(desk.states, 16 * c)
             if state == LIVE:
@@ -463,13 +463,14 @@ def desk_loop(desk):  # type: ignore[no-untyped-def]
         now = now_ns()
         if desk.control[D_TAKEN] != taken:
             last_asked = now
-        if work > 0:
-            stays_up = now + desk.params[DP_SPIN_NS]
+        if work > 0:                                         # who was asked again this soon will be once more
+            stays_up = now + (LINGER_NS if before - idle_since < LINGER_NS else desk.params[DP_SPIN_NS])
+            idle_since = now
         elif now > stays_up:
             longest = DOZE_NS if now - last_asked < BUSY_NS else NAP_NS
             if desk.control[D_PENDING] + desk.control[D_DRAINING] > 0:
                 longest = POLL_NS
             if sleep(desk, longest):
-                stays_up = now_ns() + EXPECT_NS
+                stays_up = now_ns() + LINGER_NS              # clients ring before they ask
         else:
             give_way()
