@@ -4,8 +4,9 @@
 
 A rank is a process of its own. For each number of ranks the same steps are served twice: by `ssdgram serve` with every rank
 attached, and by a store that every rank opens itself, rounds of the two in alternation. A step: every rank prefetches the same
-64 tokens and waits for all layers, all at the same moment; what is timed is each rank's own prefetch and wait. Memory is the
-sum of the processes' proportional share (PSS), so that a page mapped by several counts once.
+64 tokens and waits for all layers, all at the same moment; what is timed is each rank's own prefetch and wait. Warm steps are
+made back to back, and again as a model makes them, 10 ms apart: then all that they touch has left the CPU's caches. Memory is
+the sum of the processes' proportional share (PSS), so that a page mapped by several counts once.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from ssdgram.bench.facts import facts, write_results
 from ssdgram.bench.material import Material, discard, make
 
 STEP = 64                                                    # tokens
-COLD_STEPS, WARM_STEPS = 32, 200
+COLD_STEPS, WARM_STEPS, SPACED_STEPS = 32, 200, 100
+APART_S = 0.01                                               # between spaced steps
 
 
 def _memory() -> int:
@@ -54,15 +56,18 @@ def _rank(pipe: Connection, barrier: Any, out: Path, path: Path | None, dram: st
             elif what == "reads":
                 pipe.send(store.stats().bytes_read)
             else:
-                pipe.send(_steps(store, barrier, steps if what == "cold" else np.concatenate([steps] * (WARM_STEPS // len(steps) + 1))))
+                count, apart_s = {"cold": (COLD_STEPS, 0.0), "warm": (WARM_STEPS, 0.0), "spaced": (SPACED_STEPS, APART_S)}[what]
+                pipe.send(_steps(store, barrier, steps[np.arange(count) % len(steps)], apart_s))
     finally:
         store.close()
 
 
-def _steps(store: Any, barrier: Any, steps: np.ndarray) -> list[float]:
+def _steps(store: Any, barrier: Any, steps: np.ndarray, apart_s: float) -> list[float]:
     """Microseconds of each step: prefetch, and the wait for all layers."""
     times = []
     for tokens in steps:
+        if apart_s > 0:
+            time.sleep(apart_s)
         barrier.wait()
         begin = time.perf_counter()
         with store.prefetch(tokens) as batch:
@@ -120,7 +125,8 @@ def _asked(pipes: list[Any], what: str) -> list[Any]:
 
 def measure(out: Path, folder: Path, vocabulary: int, dram: str, ranks: int, rounds: int) -> dict[str, Any]:
     """The figures of both ways for one number of ranks."""
-    found: dict[str, dict[str, Any]] = {way: {"warm_us": [], "bytes_read": [], "memory": [], "joined": []} for way in ("served", "opened")}
+    kept = ("warm_us", "spaced_us", "bytes_read", "memory", "joined")
+    found: dict[str, dict[str, Any]] = {way: {name: [] for name in kept} for way in ("served", "opened")}
     for number in range(rounds):
         steps = np.random.default_rng(number).integers(0, vocabulary, (COLD_STEPS, STEP), np.int32)
         for way in ("served", "opened") if number % 2 else ("opened", "served"):
@@ -130,10 +136,14 @@ def measure(out: Path, folder: Path, vocabulary: int, dram: str, ranks: int, rou
                 here["bytes_read"].append(_asked(pipes, "reads")[0] if server is not None else sum(_asked(pipes, "reads")))
                 _asked(pipes, "warm")                        # the second time over: caches, clocks
                 here["warm_us"].extend(float(np.median(times)) for times in _asked(pipes, "warm"))
+                here["spaced_us"].extend(float(np.median(times)) for times in _asked(pipes, "spaced"))
                 here["memory"].append(sum(_asked([*pipes, *([server] if server is not None else [])], "memory")))
                 if server is not None:
                     here["joined"].append(_asked([server], "joined")[0])
-    return {way: {"warm_step_us": round(float(np.median(here["warm_us"])), 1), "bytes_read": int(np.median(here["bytes_read"])),
+    return {way: {"warm_step_us": round(float(np.median(here["warm_us"])), 1),
+                  "spaced_step_us": round(float(np.median(here["spaced_us"])), 1),
+                  "rounds_us": {name: [round(us, 1) for us in here[name]] for name in ("warm_us", "spaced_us")},
+                  "bytes_read": int(np.median(here["bytes_read"])),
                   "memory_bytes": int(np.median(here["memory"])), "joined": here["joined"]} for way, here in found.items()}
 
 
@@ -157,8 +167,9 @@ def main(folder: Path, rows: int, dram: str, ranks: str, rounds: int, keep: bool
         for count in map(int, ranks.split(",")):
             result[str(count)] = measure(material.out, folder, vocabulary, dram, count, rounds)
             for way, figures in result[str(count)].items():
-                click.echo(f"{count} ranks, {way}: warm step of {STEP} tokens {figures['warm_step_us']} us, "
-                           f"{figures['bytes_read']:,} bytes read, {figures['memory_bytes'] / 2**20:.0f} MiB of memory")
+                click.echo(f"{count} ranks, {way}: warm step of {STEP} tokens {figures['warm_step_us']} us, 10 ms apart "
+                           f"{figures['spaced_step_us']} us, {figures['bytes_read']:,} bytes read, "
+                           f"{figures['memory_bytes'] / 2**20:.0f} MiB of memory")
         if save:
             payload = {"facts": facts(folder), "load": [round(load, 2), round(os.getloadavg()[0], 2)], "rows_a_column": rows, "dram": dram,
                        "rounds": rounds, "ranks": result}

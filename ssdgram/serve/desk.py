@@ -2,7 +2,7 @@
 
     seat    EMPTY ─request─► (AWAITING tokens of a GPU) ─► SEATED: has a batch row ─release─► LEAVING: GPU words awaited ─► EMPTY
 
-It is the only one that submits to the planner of a served store. Nothing in a share is believed: a request is read once, each
+It is the only one that submits to the planner of a served store, and plans small steps itself while that sleeps. Nothing in a share is believed: a request is read once, each
 number is checked, tokens and flags are copied before they are looked at, and what the planner walks (tokens, lists of slots)
 lies in the server's own memory. A client whose request cannot be is BROKEN, and is put out by the server.
 The same step of several ranks is planned once: a request whose tokens are those of a batch that is still held, and that has not

@@ -26,7 +26,7 @@ from table import RULES, RottenRuleError, Rule
 
 ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*cache", "*.log", "results", "dist", "build")
-TEST_S, RUN_S = 240, 400                                     # one test, and one run of a rule's tests with what is compiled for it
+TEST_S, RUN_S = 300, 900                                     # one test, and one run of a rule's tests, with what is compiled in it
 NO_PROOF = re.compile(r"numba\.core\.errors|SyntaxError|ImportError|NameError|IndentationError")
 
 
@@ -83,7 +83,7 @@ def judge(rule: Rule, folder: Path) -> tuple[bool, str]:
         return False, "NOTHING: " + ("all were skipped" if not outcome.passed else f"{len(outcome.passed)} passed")
     if NO_PROOF.search(outcome.text):
         return False, "NO PROOF: without the rule the code does not compile"
-    return True, outcome.failed[0].partition("::")[2]
+    return True, outcome.failed[0].partition("::")[2] + (" (no end)" if f"Timeout >{TEST_S}" in outcome.text else "")
 
 
 def main() -> int:
