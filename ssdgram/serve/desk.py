@@ -2,9 +2,9 @@
 
     seat    EMPTY ─request─► (AWAITING tokens of a GPU) ─► SEATED: has a batch row ─release─► LEAVING: GPU words awaited ─► EMPTY
 
-It is the only one that submits to the planner of a served store, and plans small steps itself while that sleeps. Nothing in a share is believed: a request is read once, each
-number is checked, tokens and flags are copied before they are looked at, and what the planner walks (tokens, lists of slots)
-lies in the server's own memory. A client whose request cannot be is BROKEN, and is put out by the server.
+It is the only one that submits to the planner of a served store, and plans steps itself while that sleeps. Nothing in a share
+is believed: a request is read once, each number is checked, tokens and flags are copied before they are looked at, and what the
+planner walks (tokens, lists of slots) lies in the server's own memory. A client whose request cannot be is BROKEN, and is put out by the server.
 The same step of several ranks is planned once: a request whose tokens are those of a batch that is still held, and that has not
 failed, joins that batch; its row goes back to the planner when the last of them left.
 The invariant: a batch row is handed back exactly once, after every GPU word that its users named has arrived or they are gone.
