@@ -4,7 +4,8 @@
 
 It is the only one that submits to the planner of a served store, and plans steps itself while that sleeps. Nothing in a share
 is believed: a request is read once, each number is checked, tokens and flags are copied before they are looked at, and what the
-planner walks (tokens, lists of slots) lies in the server's own memory. A client whose request cannot be is BROKEN, and is put out by the server.
+planner walks (tokens, lists of slots) lies in the server's own memory. A client whose request cannot be is BROKEN, and is put
+out by the server.
 The same step of several ranks is planned once: a request whose tokens are those of a batch that is still held, and that has not
 failed, joins that batch; its row goes back to the planner when the last of them left.
 The invariant: a batch row is handed back exactly once, after every GPU word that its users named has arrived or they are gone.
@@ -17,8 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ssdgram._calls import give_way, hand_back, submit
-from ssdgram._compiled import (_viewer, address_of, atomic_add, atomic_exchange, atomic_load, atomic_store, compiled_inner,
-                               compiled_lean, copy_bytes, fence, futex_wait, futex_wake, now_ns, types, view_i32, view_u8)
+from ssdgram._compiled import (address_of, atomic_add, atomic_exchange, atomic_load, atomic_store, compiled_inner, compiled_lean,
+                               copy_bytes, fence, futex_wait, futex_wake, now_ns, view_i32, view_i64, view_u8)
 from ssdgram._plan_state import FREE_BATCH, LAYER_FAILED, NO_ERROR, W_ERROR, W_LAYER, W_STAGE
 from ssdgram._planner import planner_loop
 from ssdgram._state import STEP
@@ -27,7 +28,6 @@ from ssdgram.serve.share import (ASLEEP, AWAKE, BELL, BELL_ASLEEP, BOARD_WORDS, 
                                  Q_KIND, Q_POSITIONS, Q_PRIORITY, Q_ROW, Q_TICKET, Q_WINDOW, REQUEST_WORDS, SEAT_BATCH, SEAT_BELL,
                                  SEAT_DONE, SEAT_LINE, SEAT_SLEEPERS, SEAT_TICKET, SEAT_WORDS, TAKE_SEAT)
 
-view_i64 = _viewer(types.int64, 8)
 POLL_NS = 100_000                                            # longest sleep while GPU words are awaited
 DOZE_NS = 2_000_000                                          # longest sleep in busy times, which last ...
 BUSY_NS = 1_000_000_000                                      # ... so long after the last request: releases are seen then, unrung
