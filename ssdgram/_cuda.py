@@ -142,6 +142,7 @@ class CudaSide:
             self._plans: dict[int, tuple[tuple[int, ...], np.ndarray, torch.Tensor, torch.Tensor]] = {}
             self._token_buffers: dict[int, list[torch.Tensor]] = {}
             self._fills: dict[int, FillMemory] = {}
+            self.frame_words: list[torch.Tensor] = []        # of all frames that were made: 8 bytes a layer, until `close`
             self._gathers_done = plan.gpu_words.reshape(rows, layers)
             self._views: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
             self.gathers = [self._gather(store, index) for index in range(layers)]

@@ -42,6 +42,7 @@ class Frame:
         self._slots = torch.full((layers, tokens, orders), -1, dtype=torch.int32).pin_memory()
         self._numbers = torch.zeros(layers, dtype=torch.int64).pin_memory()          # what the gathers store next
         self._words = torch.zeros(layers, dtype=torch.int64).pin_memory()            # what they stored last
+        self._cuda.frame_words.append(self._words)           # the planner may look at them after this frame is gone
         self._counters = torch.zeros(layers, dtype=torch.int32, device=self._cuda.device)
         self._slots_array, self._words_array = self._slots.numpy(), self._words.numpy()
         self._numbers_array = self._numbers.numpy()

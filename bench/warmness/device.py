@@ -46,7 +46,6 @@ from ssdgram.store import Store
 
 SORTED_FROM = 256                                            # tokens from which vLLM's pinned lookup is faster with sorted ids
 COPY_BYTES = 1 << 26
-LOOKED_S = 0.02                                              # until the planner has looked at what callers gave back, with room
 BLOCK = 16
 
 
@@ -415,8 +414,6 @@ class Framed(Placement):
 
     def drop(self) -> None:
         """Forget frame and graph: they belong to a store."""
-        if self._frame is not None:
-            time.sleep(LOOKED_S)                             # the planner looks at the frame's words for batches just released
         self._frame = self._graph = None
 
     def snapshot(self) -> Any:
