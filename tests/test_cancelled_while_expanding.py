@@ -31,7 +31,7 @@ def test_those_who_joined_get_their_rows(out, queue):
         ssdgram.open(out, dram="32MiB", queue=queue).close()
     except ssdgram.UnavailableError:
         pytest.skip("io_uring is refused here")
-    for _ in range(6):
+    for _ in range(3):
         with ssdgram.open(out, dram="32MiB", queue=queue, tuning=Tuning(degraded_after_s=60)) as store:
             for _ in range(20):
                 tokens = random.integers(3, store.geometry.vocab_size, 200).astype(np.int32)
