@@ -17,7 +17,7 @@ from ssdgram.engines.vllm.seams import VLLM
 
 PACKAGES = """aiohappyeyeballs aiohttp aiosignal annotated-doc annotated-types anyio apache-tvm-ffi==0.1.11 attrs blake3 cachetools cbor2
 certifi cloudpickle compressed-tensors diskcache einops fastapi<0.137 filelock frozenlist fsspec gguf h11 httpcore httpx httpx2
-huggingface-hub idna jinja2 jsonschema llguidance markupsafe mpmath msgspec multidict openai openai-harmony packaging
+huggingface-hub idna jinja2 jsonschema llguidance loguru markupsafe mpmath msgspec multidict openai openai-harmony packaging
 partial-json-parser pillow prometheus-client propcache protobuf psutil py-cpuinfo pybase64 pydantic pydantic-core pyyaml pyzmq regex
 requests sniffio starlette sympy tqdm transformers==5.24.0 typing-inspection uvloop xgrammar==0.2.8 yarl"""
 

@@ -30,6 +30,7 @@ def test_vllms_ple_classes_give_the_same_bits_with_the_plug_in(tmp_path, encodin
     assert found["rows_of_our_tables"] == 0
 
 
+@pytest.mark.timeout(600)
 def test_vllms_engram_layers_with_tp_2_give_the_same_rows_from_one_server(tmp_path):
     import tp2_on_cpu
 
@@ -37,7 +38,7 @@ def test_vllms_engram_layers_with_tp_2_give_the_same_rows_from_one_server(tmp_pa
 
     checkpoint = ssdgram.synthesize(tmp_path / "checkpoint", vocab_size=1000, seed=1, hidden_size=64, tokenizer=TOKENIZER)
     ssdgram.convert(checkpoint, tmp_path / "store")
-    found = engines_tp2.identity(checkpoint, tmp_path / "store", steps=12, timeout_s=140, work=tp2_on_cpu.vllm_work)
+    found = engines_tp2.identity(checkpoint, tmp_path / "store", steps=12, timeout_s=240, work=tp2_on_cpu.vllm_work)
     assert found["not_as_wanted"] == {"outputs": 0, "ranks_differ": 0, "bytes_read": 0, "held": 0}
     assert [rank["columns_of_the_stock_table"] for rank in found["two_ranks"]["ranks"]] == [[12, 12], [12, 12]]
     assert found["two_ranks"]["bytes_read"] > 0
