@@ -46,11 +46,7 @@ def _rank(pipe: Connection, barrier: Any, out: Path, path: Path | None, dram: st
     store = ssdgram.open(out, dram=dram) if path is None else ssdgram.attach(path, timeout_s=60)
     try:
         pipe.send("ready")
-        while True:
-            try:
-                what = pipe.recv()
-            except EOFError:
-                return
+        for what in _asked(pipe):
             if what == "memory":
                 pipe.send(_memory())
             elif what == "reads":
@@ -81,12 +77,15 @@ def _serve(pipe: Connection, out: Path, path: Path, dram: str, ranks: int) -> No
 
     with Server(out, path, dram=dram, clients=ranks) as server:
         pipe.send("ready")
-        while True:
-            try:
-                what = pipe.recv()
-            except EOFError:
-                return
+        for what in _asked(pipe):
             pipe.send(_memory() if what == "memory" else server.joined)
+
+
+def _asked(pipe: Connection) -> Iterator[str]:
+    """What the other end of the pipe asks for, until it is closed."""
+    with contextlib.suppress(EOFError):
+        while True:
+            yield pipe.recv()
 
 
 @contextlib.contextmanager

@@ -167,7 +167,7 @@ def test_a_wait_of_no_time_is_a_look(engram, store):
             begin = time.monotonic()
             with pytest.raises(ssdgram.ReadTimeoutError):
                 batch.wait(timeout_s=timeout_s)
-            assert time.monotonic() - begin < 0.2
+            assert time.monotonic() - begin < 2
         clear_faults(store)
         batch.wait(timeout_s=math.inf)
         batch.wait(timeout_s=0)

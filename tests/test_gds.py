@@ -471,6 +471,6 @@ def test_reads_that_never_complete_are_cancelled_then_their_memory_is_kept(colum
 def test_stop_on_an_idle_queue_is_quick(columns):
     folder, _ = columns
     with running(folder) as rig:
-        assert rig.stop() < 0.5
+        assert rig.stop() < 0.9
 
 

@@ -10,6 +10,7 @@ import time
 
 import numpy as np
 import pytest
+from made_stores import until
 
 torch = pytest.importorskip("torch")
 
@@ -40,15 +41,6 @@ def wanted(server, tokens, layer, **context):
     store = server.store
     ids = store.geometry.row_ids(tokens, store._token_map, **context)[:, store.geometry.layers.index(layer)]
     return expected_rows(5, layer, ids, store.geometry)
-
-
-def until(condition, timeout_s=10.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.001)
-    return True
 
 
 def test_packed_rows_are_the_checkpoints_bytes(server):

@@ -173,7 +173,7 @@ def test_ctrl_c_during_a_wait(engram, served, queue, call):
             getattr(batch, call)(1)
     finally:
         signal.signal(signal.SIGINT, previous)
-    assert time.monotonic() - begin < 1.3
+    assert time.monotonic() - begin < 5
     timer.join()
     clear_faults(store)
     with batch:
