@@ -1,8 +1,9 @@
 """The entry point of the vLLM plug-in (group vllm.general_plugins).
 
 vLLM calls `activate` in the front end, the engine core, every worker and the model inspector. It does nothing unless
-SSDGRAM_STORE is set, and imports the standard library only until a table is really to be served. Then another version of vLLM ends the process; and when the module that holds the Engram classes is imported,
-every seam is checked against the files as they are, and only then the classes are changed (plugin.py).
+SSDGRAM_STORE is set, and imports nothing but the standard library until a table is really to be served. With a store, another
+version of vLLM ends the process; and when the module that holds the Engram classes is imported, every seam is checked against the
+files as they are, and only then the classes are changed (plugin.py).
 Invariant: with SSDGRAM_STORE set, a server starts with the store or not at all.
 """
 
