@@ -33,8 +33,9 @@ demo: $(READY)
 
 # A process a core, four at the most, a test file each at a time; `make test JOBS=1` runs all in one.
 JOBS ?= $(shell cores=$$(nproc 2>/dev/null || echo 1); echo $$((cores < 4 ? cores : 4)))
+SPREAD := $(if $(filter-out 0 1,$(JOBS)),-n $(JOBS) --dist loadfile)
 test: $(READY)
-	$(PYTEST) -q $(if $(filter-out 0 1,$(JOBS)),-n $(JOBS) --dist loadfile) -m "not gpu and not engines" $(ARGS)
+	$(PYTEST) -q $(SPREAD) -m "not gpu and not engines" $(ARGS)
 
 lint: $(READY)
 	$(BIN)/python -m ruff check .
@@ -54,7 +55,7 @@ QUEUELESS := $(wildcard tests/test_bench*.py tests/test_trace*.py) $(addprefix t
 	wheel))
 DENIED := $(filter-out $(QUEUELESS),$(wildcard tests/test_*.py))
 test-denied: $(READY)
-	$(BIN)/python tests/deny_io_uring.py $(PYTEST) -q -m "not gpu and not slow and not engines" $(DENIED) $(ARGS)
+	$(BIN)/python tests/deny_io_uring.py $(PYTEST) -q $(SPREAD) -m "not gpu and not slow and not engines" $(DENIED) $(ARGS)
 
 # Every rule of tests/rules/table.py taken out in turn: some test must miss it. Compiles a changed planner a dozen times: about 15
 # minutes, and not part of CI, which only checks that the table fits the sources (tests/test_rules.py).
