@@ -1,12 +1,13 @@
 """The engines' own Engram modules with the plug-ins, on a GPU: outputs bit for bit, and the Engram part of a decode step in time.
 
-    python -m ssdgram.bench.engines --peer FOLDER [--steps 200] [--sections vllm,time,sglang,sglang_time,tp2] [--out FOLDER]
+    python -m ssdgram.bench.engines --peer FOLDER [--steps 200] [--sections vllm,time,vllm_ple,sglang,sglang_time,tp2] [--out FOLDER]
 
 FOLDER/vllm and FOLDER/sglang hold the engines' published Python files, as tests/fetch_engines.py unpacks them; what these import
 beside torch has to be installed (docs/vllm.md). vllm: the real `Engram` with its own pinned table and the same one with the plug-in,
 over steps of mixed prefill and decode: eager, piecewise, whole graph. time: ids ready to rows staged, both layers, all hits, against
-the engine's own lookup of a pinned table in a graph of its own; then all misses. sglang, sglang_time: its `Engram` likewise. tp2 (by
-itself, on two GPUs): vLLM's `Engram` with TP 2 over NCCL, two ranks on one server. Each section stands alone and says what failed.
+the engine's own lookup of a pinned table in a graph of its own; then all misses. vllm_ple: Qwen4Exp's PLE modules, bf16 and fp8.
+sglang, sglang_time: SGLang's `Engram` likewise. tp2 (by itself, on two GPUs): vLLM's `Engram` with TP 2 over NCCL, two ranks on one
+server. Each section stands alone and says what failed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import ssdgram
 from ssdgram.bench.facts import write_results
 
 VERSIONS = {"vllm": "0.33.0", "sglang": "0.5.23"}
-SECTIONS = ("vllm", "time", "sglang", "sglang_time")
+SECTIONS = ("vllm", "time", "vllm_ple", "sglang", "sglang_time")
 ROWS = 30_011                                                # rows a column of the made-up tables
 
 
@@ -48,7 +49,7 @@ def build(folder: Path, rows: int) -> tuple[Path, Path]:
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for engines.json.")
 def main(peer: Path, folder: Path | None, steps: int, rows: int, table_gib: int, sections: str, out: Path | None) -> None:
     """Run the engines' Engram modules with the plug-ins and say what differs; exit status 1 if anything does or fails."""
-    from ssdgram.bench import engines_sglang, engines_sglang_time, engines_tp2, engines_vllm
+    from ssdgram.bench import engines_sglang, engines_sglang_time, engines_tp2, engines_vllm, engines_vllm_ple
 
     peer = peer.resolve()
     for name, version in VERSIONS.items():
@@ -59,11 +60,13 @@ def main(peer: Path, folder: Path | None, steps: int, rows: int, table_gib: int,
     results: dict[str, Any] = {}
     failed = []
     with tempfile.TemporaryDirectory() as own:
-        checkpoint, store = build(folder or Path(own), rows)
+        place = folder or Path(own)
+        checkpoint, store = build(place, rows)
         os.environ["SSDGRAM_STORE"] = str(store)
         os.environ.setdefault("SSDGRAM_DRAM", "2GiB")
         runs = {"vllm": lambda: engines_vllm.identity(checkpoint, store, steps),
                 "time": lambda: engines_vllm.timing(checkpoint, store, table_gib),
+                "vllm_ple": lambda: engines_vllm_ple.identity(place, rows, steps),
                 "sglang": lambda: engines_sglang.identity(checkpoint, store, steps),
                 "sglang_time": lambda: engines_sglang_time.timing(checkpoint, store, table_gib),
                 "tp2": lambda: engines_tp2.identity(checkpoint, store, steps)}

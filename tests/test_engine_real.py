@@ -26,7 +26,7 @@ def test_vllms_ple_classes_give_the_same_bits_with_the_plug_in(tmp_path, encodin
                           env={**os.environ, "PYTHONPATH": str(TESTS.parent)})
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["wrong"] == 0 and found["steps"] == 60 and found["graph_steps"] == 30 and found["reads"] > 0
+    assert found["wrong"] == 0 and found["steps_of_each_mode"] == found["graph_steps"] == 30 and found["page_reads"] > 0
     assert found["rows_of_our_tables"] == 0
 
 
