@@ -35,11 +35,11 @@ def build(folder: Path, encoding: str, rows: int) -> tuple[Path, Path]:
     return here / "checkpoint", here / "store"
 
 
-def identity(folder: Path, rows: int, steps: int) -> dict[str, Any]:
+def identity(folder: Path, rows: int, steps: int, device: str = "cuda") -> dict[str, Any]:
     """Steps of each encoding and mode, and how many of them gave other bits than the stock modules."""
     before = os.environ.get("SSDGRAM_STORE", "")
     try:
-        results: dict[str, Any] = {encoding: run(*build(folder, encoding, rows), steps) for encoding in ENCODINGS}
+        results: dict[str, Any] = {encoding: run(*build(folder, encoding, rows), steps, device) for encoding in ENCODINGS}
     finally:
         os.environ["SSDGRAM_STORE"] = before
     return {**results, "wrong": sum(part["wrong"] for part in results.values())}

@@ -1,6 +1,6 @@
 """vLLM's own Qwen4Exp PLE classes on a CPU, with and without the plug-in (ssdgram.bench.engines_vllm_ple). Run by test_engine_real.py.
 
-    python tests/engines_real_ple.py ENGINES CHECKPOINT STORE       prints what came of it
+    python tests/engines_real_ple.py ENGINES FOLDER         makes checkpoints and stores in FOLDER, prints what came of it
 
 ENGINES holds vLLM's files and the packages that they import, as tests/fetch_engines.py leaves them. CUDA's streams are stand-ins.
 """
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 
-def main(engines, checkpoint, store, steps=30):
+def main(engines, folder, steps=30):
     os.environ.update(CUDA_VISIBLE_DEVICES="", SSDGRAM_DRAM="16MiB")
     sys.path.insert(0, str(engines / "vllm"))
     sys.path.append(str(engines / "site"))
@@ -23,9 +23,9 @@ def main(engines, checkpoint, store, steps=30):
 
     FakeCuda(MonkeyPatch())
     torch.Tensor.record_stream = lambda self, stream: None
-    print(json.dumps(engines_vllm_ple.run(checkpoint, store, steps, "cpu")))
+    print(json.dumps(engines_vllm_ple.identity(folder, 700, steps, "cpu")))
 
 
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parent)]
-    main(*(Path(argument) for argument in sys.argv[1:4]))
+    main(*(Path(argument) for argument in sys.argv[1:3]))
