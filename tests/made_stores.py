@@ -22,6 +22,8 @@ from ssdgram import _opening, queues
 from ssdgram import _plan_state as p
 from ssdgram import _state as s
 from ssdgram._budget import sizes
+from ssdgram._calls import ring
+from ssdgram._compiled import atomic_cas, atomic_exchange, compiled
 from ssdgram.cache.directory import EMPTY, set_of
 from ssdgram.layout.files import load_token_map
 from ssdgram.layout.manifest import Manifest
@@ -161,6 +163,27 @@ def reading(store):
     """Whether reads are in the drive (the readers' own count may be that of the batch before)."""
     stats = store.stats()
     return stats.pending_pages > 0 and stats.queue_depth > 0
+
+
+@compiled
+def _borrow(control):
+    return atomic_cas(control, s.PLANNER_ASLEEP, np.int64(s.ASLEEP), np.int64(s.BORROWED))
+
+
+@compiled
+def _give_back(control):
+    atomic_exchange(control, s.PLANNER_ASLEEP, np.int64(s.ASLEEP))
+
+
+@contextlib.contextmanager
+def nobody_plans(store):
+    """The planner's memory borrowed, as a caller who plans himself borrows it: what is handed in meanwhile is planned afterwards."""
+    assert until(lambda: _borrow(store._state.control))
+    try:
+        yield
+    finally:
+        _give_back(store._state.control)
+        ring(store._address)
 
 
 def file_number(store, layer, column):

@@ -5,25 +5,13 @@ The test borrows it as a caller does, by the compare and swap, and looks whether
 
 import time
 
-import numpy as np
-from made_stores import IMPATIENT, assert_served, clear_faults, set_fault, until
+from made_stores import IMPATIENT, assert_served, clear_faults, nobody_plans, set_fault, until
 
 from ssdgram import _plan_state as p
 from ssdgram._calls import ring
-from ssdgram._compiled import atomic_cas, atomic_exchange, compiled
 from ssdgram._state import ASLEEP, BORROWED, FAULT_STALL, PLANNER_ASLEEP
 
 TEN_TICKS_S = 0.02                                           # the planner's thread looks up every 2 ms in busy times
-
-
-@compiled
-def borrow(control):  # type: ignore[no-untyped-def]
-    return atomic_cas(control, PLANNER_ASLEEP, np.int64(ASLEEP), np.int64(BORROWED))
-
-
-@compiled
-def give_back(control):  # type: ignore[no-untyped-def]
-    atomic_exchange(control, PLANNER_ASLEEP, np.int64(ASLEEP))
 
 
 def stage(store, batch):
@@ -37,9 +25,8 @@ def test_nobody_else_plans_while_it_is_borrowed(engram, served):
     with store.prefetch(known) as batch:
         batch.wait()
     control, stats = store._state.control, store._plan.stats
-    assert until(lambda: borrow(control))
-    loops = int(stats[p.S_LOOPS])
-    try:
+    with nobody_plans(store):
+        loops = int(stats[p.S_LOOPS])
         time.sleep(TEN_TICKS_S)
         assert (control[PLANNER_ASLEEP], stats[p.S_LOOPS]) == (BORROWED, loops)
         ring(store._address)
@@ -48,9 +35,6 @@ def test_nobody_else_plans_while_it_is_borrowed(engram, served):
         time.sleep(TEN_TICKS_S)
         assert (control[PLANNER_ASLEEP], stats[p.S_LOOPS]) == (BORROWED, loops)
         assert stage(store, background) == stage(store, step) == p.SUBMITTED
-    finally:
-        give_back(control)
-        ring(store._address)
     with background, step:
         assert_served(engram, store, step, known)
         assert_served(engram, store, background, large)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from made_stores import assert_served, until
+from made_stores import assert_served, nobody_plans, until
 from served_stores import serving
 
 import ssdgram
@@ -152,10 +152,10 @@ def test_flags_and_tokens_that_change_meanwhile(engram, server, good):
 def test_tokens_that_change_while_they_are_planned(engram, server, good):
     """A client that scribbles over tokens it has handed over gets the rows of what it handed over, whenever they are planned."""
     with ssdgram.attach(server.path) as store:
-        tokens = engram.tokens(800, 8)                       # some slices of a plan
-        batch = store.prefetch(tokens)
-        assert share.wait_seated(store._seats, store._seat_words, batch._row, batch.ticket, 10**10, 10**10) > 0      # it was taken
-        for _ in range(100):
+        tokens = engram.tokens(800, 8)
+        with nobody_plans(server.store):
+            batch = store.prefetch(tokens)
+            assert share.wait_seated(store._seats, store._seat_words, batch._row, batch.ticket, 10**10, 10**10) > 0  # it was taken
             store._tokens[batch._row, :800] = 1
         with batch:
             assert_served(engram, store, batch, tokens)
@@ -166,6 +166,7 @@ def test_everything_a_client_may_write_overwritten(engram, server, good):
     """Random words all over the share and the bell, again and again: the client is put out, the others are not."""
     generator = np.random.default_rng(5)
     for _ in range(20):
+        assert until(lambda: server.attached <= 2)           # those before it are put out a moment later
         store = ssdgram.attach(server.path)
         for seed in range(4):
             store.prefetch(engram.tokens(9, seed))._disown()
