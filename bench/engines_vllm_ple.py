@@ -62,6 +62,10 @@ class Modules:
         object.__setattr__(self.config, "engram_config", EngramConfig(cpu_offload=False))
         self.config.scheduler_config.max_num_batched_tokens = MOST
         self.context = lambda: set_current_vllm_config(self.config)
+        import transformers
+
+        if not hasattr(transformers, "Qwen4ExpTextConfig"):  # an annotation is all that it is for
+            transformers.Qwen4ExpTextConfig = SimpleNamespace
         with self.context():
             if not model_parallel_is_initialized():
                 with tempfile.TemporaryDirectory() as name:

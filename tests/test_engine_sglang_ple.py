@@ -245,6 +245,30 @@ def test_prompts_are_fetched_early(server):
     server.step({"a": 20})
 
 
+def test_activation_changes_the_models_module_when_it_is_imported(made, monkeypatch):
+    from ssdgram.engines import seams, sglang
+    from ssdgram.engines.watch import forget
+
+    monkeypatch.setenv("SSDGRAM_STORE", str(made.out))
+    sglang_stubs.install(monkeypatch)
+    monkeypatch.setattr(seams, "fault", lambda engine, found: None)
+    monkeypatch.setattr(sglang, "_active", [])
+    module = sglang_ple_stubs.module_of(None, made.geometry)
+    own = module.Qwen4ExpPinnedHostEmbedding
+    try:
+        sglang.activate()
+        assert module.Qwen4ExpPinnedHostEmbedding is own
+        monkeypatch.setitem(sys.modules, sglang.PLE, module)
+        monkeypatch.setattr(sglang, "_active", [])
+        sglang.activate()                                    # the module is there: at once
+        assert module.Qwen4ExpPinnedHostEmbedding is not own and issubclass(module.Qwen4ExpPinnedHostEmbedding, own)
+        monkeypatch.delattr(module, "_prepare_ple_batch")
+        with pytest.raises(SystemExit, match="cannot be active: AttributeError"):
+            sglang._patch_ple(module)
+    finally:
+        forget([sglang.PLE])
+
+
 # ---------------------------------------------------------------- refusals
 
 
