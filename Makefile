@@ -57,8 +57,8 @@ DENIED := $(filter-out $(QUEUELESS),$(wildcard tests/test_*.py))
 test-denied: $(READY)
 	$(BIN)/python tests/deny_io_uring.py $(PYTEST) -q $(SPREAD) -m "not gpu and not slow and not engines" $(DENIED) $(ARGS)
 
-# Every rule of tests/rules/table.py taken out in turn: some test must miss it. Compiles a changed planner a dozen times: about 15
-# minutes, and not part of CI, which only checks that the table fits the sources (tests/test_rules.py).
+# Every rule of tests/rules/table.py taken out in turn: some test must miss it. Compiles a changed planner two dozen times: half an
+# hour, and not part of CI, which only checks that the table fits the sources (tests/test_rules.py).
 test-rules: $(READY)
 	$(BIN)/python tests/rules/remove.py $(ARGS)
 
