@@ -46,7 +46,7 @@ def _rank(pipe: Connection, barrier: Any, out: Path, path: Path | None, dram: st
     store = ssdgram.open(out, dram=dram) if path is None else ssdgram.attach(path, timeout_s=60)
     try:
         pipe.send("ready")
-        for what in _asked(pipe):
+        for what in _orders(pipe):
             if what == "memory":
                 pipe.send(_memory())
             elif what == "reads":
@@ -77,12 +77,12 @@ def _serve(pipe: Connection, out: Path, path: Path, dram: str, ranks: int) -> No
 
     with Server(out, path, dram=dram, clients=ranks) as server:
         pipe.send("ready")
-        for what in _asked(pipe):
+        for what in _orders(pipe):
             pipe.send(_memory() if what == "memory" else server.joined)
 
 
-def _asked(pipe: Connection) -> Iterator[str]:
-    """What the other end of the pipe asks for, until it is closed."""
+def _orders(pipe: Connection) -> Iterator[str]:
+    """What the other end of the pipe wants done, until it is closed."""
     with contextlib.suppress(EOFError):
         while True:
             yield pipe.recv()
