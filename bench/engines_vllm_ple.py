@@ -7,6 +7,7 @@ replay of a whole graph. tests/engines_real_ple.py runs it on a CPU. Invariant: 
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import tempfile
@@ -62,8 +63,7 @@ class Modules:
         object.__setattr__(self.config, "engram_config", EngramConfig(cpu_offload=False))
         self.config.scheduler_config.max_num_batched_tokens = MOST
         self.context = lambda: set_current_vllm_config(self.config)
-        import transformers
-
+        transformers: Any = importlib.import_module("transformers")
         if not hasattr(transformers, "Qwen4ExpTextConfig"):  # an annotation is all that it is for
             transformers.Qwen4ExpTextConfig = SimpleNamespace
         with self.context():
