@@ -25,7 +25,7 @@ from ssdgram import _state as s
 from ssdgram._calls import wait_for_copies
 from ssdgram.errors import ConfigError, UnavailableError
 from ssdgram.kernels.gather import SLOTS, TILES, Bundles, Gather, mark_done, mark_launch
-from ssdgram.kernels.launch import preload, raw_stream
+from ssdgram.kernels.launch import aligned, preload, raw_stream
 from ssdgram.kernels.promote import Promote
 from ssdgram.sequence import Mark
 
@@ -142,7 +142,7 @@ class CudaSide:
             self._plans: dict[int, tuple[tuple[int, ...], np.ndarray, torch.Tensor, torch.Tensor]] = {}
             self._token_buffers: dict[int, list[torch.Tensor]] = {}
             self._fills: dict[int, FillMemory] = {}
-            self.frame_words: list[torch.Tensor] = []        # of all frames that were made: 8 bytes a layer, until `close`
+            self.framed: dict[int, Any] = {}                 # row -> memory of the frame that its batch was loaded into
             self._gathers_done = plan.gpu_words.reshape(rows, layers)
             self._views: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
             self.gathers = [self._gather(store, index) for index in range(layers)]
@@ -254,6 +254,10 @@ class CudaSide:
                                       self.counters[counters + row:counters + row + 1])
         return self._fills[row]
 
+    def drain(self) -> None:
+        """Wait for all that was launched on the current stream: behind an exception that may have come after a launch."""
+        torch.cuda.current_stream(self.device).synchronize()
+
     def current(self) -> contextlib.AbstractContextManager[Any]:
         """Makes the store's device the current one, if it is not: asking is ten times as cheap as setting."""
         return NOTHING if torch.cuda.current_device() == self.device.index else torch.cuda.device(self.device)
@@ -302,9 +306,10 @@ class CudaSide:
         """`out`, or a new tensor; ConfigError if `out` cannot take the result."""
         if out is None:
             return torch.empty(shape, dtype=dtype, device=self.device)
-        if tuple(out.shape) != shape or out.dtype != dtype or out.device != self.device or not out.is_contiguous():
-            raise ConfigError(f"out is {out.dtype} {list(out.shape)} on {out.device}: expected a contiguous {dtype} {list(shape)} on "
-                              f"{self.device}")
+        if (tuple(out.shape) != shape or out.dtype != dtype or out.device != self.device or not out.is_contiguous()
+                or not aligned(out)):                        # before the gather's word is awaited, which an error would never store
+            raise ConfigError(f"out is {out.dtype} {list(out.shape)} on {out.device}, its address {out.data_ptr():#x}: expected a "
+                              f"contiguous {dtype} {list(shape)} on {self.device}, 16-byte aligned")
         return out
 
     def addresses(self, batch: Batch, index: int) -> torch.Tensor:

@@ -10,7 +10,8 @@
 
 Positions beyond the batch's tokens gather zeros. The gathers store the frame's number behind them, as those of a batch store
 theirs, so the slots of a loaded batch are given back only after the replay has read them: a loaded batch must be replayed
-before it is released, or taken out again by `discard`. A frame belongs to one thread and one graph at a time.
+before it is released, or taken out again by `discard`. A frame belongs to one thread and one graph at a time. Its memory lives
+until the planner has looked at the words of all that was loaded, whether or not the frame does.
 """
 
 from __future__ import annotations
@@ -42,15 +43,15 @@ class Frame:
         self._slots = torch.full((layers, tokens, orders), -1, dtype=torch.int32).pin_memory()
         self._numbers = torch.zeros(layers, dtype=torch.int64).pin_memory()          # what the gathers store next
         self._words = torch.zeros(layers, dtype=torch.int64).pin_memory()            # what they stored last
-        self._cuda.frame_words.append(self._words)           # the planner may look at them after this frame is gone
         self._counters = torch.zeros(layers, dtype=torch.int32, device=self._cuda.device)
         self._slots_array, self._words_array = self._slots.numpy(), self._words.numpy()
         self._numbers_array = self._numbers.numpy()
+        self._memory = self._slots, self._numbers, self._words, self._counters
         self._used = np.zeros(layers, np.uint8)              # layers that this frame gathers
         self._about = np.zeros(F_COUNT, np.int64)            # all of that, as compiled code finds it
         self._about[[F_SLOTS, F_NUMBERS, F_WORDS, F_USED, F_POSITIONS]] = (
             self._slots_array.ctypes.data, self._numbers_array.ctypes.data, self._words_array.ctypes.data, self._used.ctypes.data, tokens)
-        self._loaded: Batch | None = None
+        self._loaded: Batch | None = None                    # set before a load, kept until the next one
 
     def rows(self, layer: int, out: torch.Tensor | None = None) -> torch.Tensor:
         """Launch (or capture) the gather of a layer into bfloat16 [tokens, columns, dim] on the current stream."""
@@ -79,20 +80,32 @@ class Frame:
         """
         if len(batch) > self.tokens:
             raise BatchTooLargeError(len(batch), self.tokens)
+        self._loaded = None                                  # the one before was replayed
         batch.wait(timeout_s=timeout_s)
         if not frame_is_idle(self._words_array, self._used, self._number):
             self._wait_for_launch(timeout_s)
-        self._about[F_NUMBER] += 1
+        self._take(batch)
+        number = self._number + 1
         load_frame(self._store._plan.layers, batch._row, batch._slots, self._slots_array, self._numbers_array, self._words_array,
-                   self._used, self._number)
-        self._loaded = batch
+                   self._used, number)
+        self._about[F_NUMBER] = number
 
     def load_now(self, batch: Batch) -> bool:
         """`load` if that waits for nothing, in one step: for a batch of the frame's own store. Whether it was done."""
-        if len(batch) > self.tokens or not load_ready(self._store._address, batch._row, self._about):
+        if len(batch) > self.tokens:
             return False
-        self._loaded = batch
+        self._take(batch)
+        if not load_ready(self._store._address, batch._row, self._about):
+            self._loaded = None
+            return False
+        if self._store._closed:                              # by another thread: what was read is memory that was given back
+            self._store._check()
         return True
+
+    def _take(self, batch: Batch) -> None:
+        """The batch is about to be loaded: Ctrl-C behind that finds it, and the words that its row will point to stay."""
+        self._loaded = batch
+        self._cuda.framed[batch._row] = self._memory
 
     @property
     def _number(self) -> int:
@@ -107,13 +120,21 @@ class Frame:
                                        "that was loaded before ever replayed?", age_s=timeout_s)
             time.sleep(0)
 
-    def discard(self) -> None:
-        """The loaded batch will not be replayed: it may be released."""
-        if self._loaded is None:
+    def discard(self, batch: Batch | None = None) -> None:
+        """The batch that was loaded last (if it is `batch`; None: whichever) will not be replayed: it may be released.
+
+        For who does not know whether it was launched, because an exception came, the current stream is waited for. Nothing happens
+        if nothing was loaded since the last discard, or a load failed.
+        """
+        loaded = self._loaded
+        if loaded is None or (batch is not None and batch is not loaded):
             return
         records: Any = self._store._plan.layers
-        for index in np.flatnonzero(self._used):
-            record = records[self._loaded._row * len(self._used) + index]
-            record["word"], record["expected"] = 0, 0
-        self._about[F_NUMBER] = int(self._words_array[self._used != 0].max(initial=0))
+        first, words = loaded._row * len(self._used), self._words_array.ctypes.data
+        mine = [index for index in np.flatnonzero(self._used) if records[first + index]["word"] == words + 8 * index]
+        if mine:
+            self._cuda.drain()
+            for index in mine:
+                records[first + index]["word"], records[first + index]["expected"] = 0, 0
+            self._about[F_NUMBER] = int(self._words_array[self._used != 0].max(initial=0))
         self._loaded = None

@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ssdgram.errors import BatchTooLargeError, ConfigError
+from ssdgram.errors import BatchTooLargeError, ConfigError, StoreBusyError
 from ssdgram.sequence import Sequence, check_ids, flatten, pieces
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class Staging:
             if tuple(target.shape[1:]) != shape or str(target.dtype) != "torch.bfloat16" or not target.is_contiguous():
                 raise ConfigError(f"layer {layer}'s tensor is {target.dtype} {list(target.shape)}: expected contiguous torch.bfloat16 "
                                   f"[tokens, {shape[0]}, {shape[1]}]")
+        self._cuttable = store._cuda is None or shape[0] * shape[1] * 2 % 16 == 0        # a gather writes to 16-byte boundaries
         self._graphs: list[tuple[int, Any, Any]] = []        # (positions, frame, graph), from few to many
         if store._cuda is not None:
             from ssdgram import staging_gpu
@@ -73,14 +74,14 @@ class Staging:
         store._look_at_manifest()
         batch = store._submit([sequence], "step", 0, soon=True)
         try:
-            batch.plan_now()
-            known = frame.load_now(batch)
-            if not known:
-                frame.load(batch, timeout_s)
             try:
+                batch.plan_now()
+                known = frame.load_now(batch)
+                if not known:
+                    frame.load(batch, timeout_s)
                 graph.replay()
-            except BaseException:
-                frame.discard()
+            except BaseException:                            # Ctrl-C may come behind the load, and behind the launch
+                frame.discard(batch)
                 raise
             if known:                                        # counted behind the launch: the GPU works already
                 store._count_wait(0.0, len(self.targets))
@@ -91,14 +92,19 @@ class Staging:
         """Piece by piece; the next ones are begun before the first is waited for, so that the planner always has one."""
         store, deadline, start = self.store, time.monotonic() + timeout_s, 0
         n = store.geometry.max_ngram
-        parts = pieces(sequence, n, PIECES)
+        parts = pieces(sequence, n, PIECES) if self._cuttable else [sequence]
         if len(parts) > 1:                                   # an error names the position in the step, not in a piece
             check_ids([sequence], n, *flatten([sequence], n)[:2], store._vocabulary)
         begun: collections.deque[Batch] = collections.deque()
         try:
             for number in range(len(parts)):
                 while len(begun) < AHEAD and number + len(begun) < len(parts):
-                    begun.append(store.prefetch(parts[number + len(begun)]))
+                    try:
+                        begun.append(store.prefetch(parts[number + len(begun)]))
+                    except StoreBusyError:                   # of few batches at once, or others have them: one will do
+                        if not begun:
+                            raise
+                        break
                 for layer, target in self.targets.items():
                     begun[0].wait(layer, max(0.0, deadline - time.monotonic()))
                     begun[0].rows(layer, out=target[start:start + len(begun[0])])

@@ -20,10 +20,10 @@ def capture(store: Store, targets: Mapping[int, torch.Tensor], sizes: list[int])
     """(positions, frame, graph) of each size: the graph writes rows 0 .. positions - 1 of every layer's tensor."""
     made: list[tuple[int, Frame, Any]] = []
     with torch.cuda.device(store._cuda.device):              # type: ignore[union-attr]
-        side = torch.cuda.Stream()
+        first, side = torch.cuda.Stream(), torch.cuda.Stream()               # torch's own default may be another device's
         for size in sizes:
             frame, graph = store.frame(size), torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, stream=first, capture_error_mode="thread_local"):
                 main = torch.cuda.current_stream()
                 side.wait_stream(main)
                 for number, (layer, target) in enumerate(targets.items()):

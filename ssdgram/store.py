@@ -531,14 +531,19 @@ class Store:
                 self._tickets += 1
                 ticket = self._tickets
             slots, held, device_slots = self._plan_memory(row, (layers, planned, orders))
-            if on_device:
-                tokens, flags, flag = self._cuda.tokens_to_host(  # type: ignore[union-attr]
-                    sequences, self.geometry.max_ngram, tokens, flags, row, ticket)
-            self._alive[row] = (tokens, flags)
-            batch = Batch(self, row, ticket, slots, held, (tokens, flags))   # before `submit`: Ctrl-C behind it finds an owner
-            batch._device_slots, batch._flag = device_slots, flag
-            submit(self._address, row, ticket, tokens, flags, flag, slots, held, planned, window, PRIORITIES[priority],
-                   not (here or (soon and on_device)))
+            try:
+                if on_device:
+                    tokens, flags, flag = self._cuda.tokens_to_host(  # type: ignore[union-attr]
+                        sequences, self.geometry.max_ngram, tokens, flags, row, ticket)
+                self._alive[row] = (tokens, flags)
+                batch = Batch(self, row, ticket, slots, held, (tokens, flags))   # before `submit`: Ctrl-C behind it finds an owner
+                batch._device_slots, batch._flag = device_slots, flag
+                submit(self._address, row, ticket, tokens, flags, flag, slots, held, planned, window, PRIORITIES[priority],
+                       not (here or (soon and on_device)))
+            except BaseException:
+                if on_device:                                # the row is free: the next batch there gets memory that nobody writes to
+                    self._cuda.drain()  # type: ignore[union-attr]
+                raise
             if here:
                 planner_loop(self._address, row)             # under the lock, so that `close` waits for its end
             if self._recorder is not None and not on_device and not window and ticket > 0:

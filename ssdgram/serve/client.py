@@ -438,8 +438,12 @@ class AttachedStore(Store):
             if not deferred or not on_device:
                 self._flags[row, :len(flags)] = flags
             if on_device:
-                _, _, batch._flag = self._cuda.tokens_to_host(sequences, self.geometry.max_ngram, tokens, flags, row, batch.ticket,
-                                                              self._registered(row))
+                try:
+                    _, _, batch._flag = self._cuda.tokens_to_host(sequences, self.geometry.max_ngram, tokens, flags, row, batch.ticket,
+                                                                  self._registered(row))
+                except BaseException:                        # the seat is free: what the next batch there writes is not written over
+                    self._cuda.drain()
+                    raise
             else:
                 self._tokens[row, :len(tokens)] = tokens
                 if self._recorder is not None:
