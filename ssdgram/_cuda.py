@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import math
 import os
 import threading
+import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from ssdgram.sequence import Sequence
     from ssdgram.store import Store
 
+log = logging.getLogger("ssdgram")
 CHUNK = 1 << 30                                              # bytes registered by one call: a multiple of every page size
 MAPPED_PORTABLE, READ_ONLY = 3, 8                            # cudaHostRegisterMapped | cudaHostRegisterPortable; cudaHostRegisterReadOnly
 LEAST_BUFFER = 1 << 12
@@ -321,14 +324,30 @@ class CudaSide:
         host.numpy()[:] = np.where(slots == -1, 0, found)
         return host.to(self.device, non_blocking=True)
 
-    def close(self) -> None:
-        """Unpin, after all words arrived and the threads ended."""
-        if self._copier is not None:
-            self._copier.join()
-        torch.cuda.synchronize(self.device)
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """Unpin, after all words arrived and the threads ended. False: the GPU was not done within `timeout_s`, so nothing was unpinned or
+        freed, and the caller keeps all that the GPU can reach until the process ends."""
+        deadline = time.monotonic() + timeout_s
+        if self._copier is not None:                         # first, because it may launch something yet
+            self._copier.join(timeout_s)
+            if self._copier.is_alive():
+                return False
+        waiter = threading.Thread(target=_wait_for_device, args=(self.device,), name="ssdgram-last-wait", daemon=True)
+        waiter.start()                                       # in a thread, because CUDA's wait has no time-out
+        waiter.join(max(0.0, deadline - time.monotonic()))
+        if waiter.is_alive():
+            return False
         self._unregister()
         self.hbm = self.counters = None  # type: ignore[assignment]
         self.slab_memory = None
+        return True
+
+
+def _wait_for_device(device: torch.device) -> None:
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:                            # the context is lost, and nothing runs in it any more
+        log.error("%s: its last work failed: %s", device, error)
 
 
 def bus_id(device: torch.device) -> str:

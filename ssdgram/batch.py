@@ -245,9 +245,10 @@ class Batch:
             need = self._distinct_bundles()
             if need > store.capacity:
                 return BatchTooLargeError(need, store.capacity)
+            budget = "dram" if store._gds is None else "hbm"         # where the slots lie
             others = sorted(int(plan.batches["ticket"][b]) for b in active if b != self._row and plan.batches["ticket"][b] > 0)
             return StoreBusyError(f"batch {self.ticket} found no free slots for {waited_s:.3g} s: unreleased batches {others} hold "
-                                  f"them; release batches earlier, or open the store with a larger dram= budget", others)
+                                  f"them; release batches earlier, or open the store with a larger {budget}= budget", others)
         state = p.STATE_NAMES[int(plan.control[p.C_STATE])]
         outstanding = self._outstanding(index)
         return ReadTimeoutError(f"layer {layer} of batch {self.ticket}: {outstanding} rows have not arrived after {waited_s:.3g} s (store "

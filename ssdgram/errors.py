@@ -121,7 +121,7 @@ class BatchTooLargeError(StoreError, ValueError):
 
     def __str__(self) -> str:
         return (f"the batch needs {self.need} distinct bundles at once, the store has {self.have} slots: "
-                f"split the batch, or open the store with a larger dram= budget")
+                f"split the batch, or open the store with a larger dram= budget (hbm= with queue='gds')")
 
 
 class StoreBusyError(StoreError, TimeoutError):

@@ -141,8 +141,28 @@ def _checked_header(store: Store, layout: Layout, text: bytes, size: int, path: 
     return int(count)
 
 
+def _check_place(store: Store, path: str | os.PathLike[str]) -> None:
+    """HotSetError if what is at `path` is not this store's to replace: the hot set of another store, or some other file."""
+    try:
+        with open(path, "rb", buffering=0, opener=regular) as file:
+            text = file.read(BLOCK)
+    except FileNotFoundError:
+        return
+    if not text:
+        return
+    if len(text) < _FIXED.size or struct.unpack_from("<I", text)[0] != MAGIC:
+        raise HotSetError("the file there is no hot set, and is left as it is: choose another path")
+    if len(text) == BLOCK and struct.unpack_from("<I", text, BLOCK - 4)[0] == _checksum(text[:BLOCK - 4]):
+        generation = _FIXED.unpack_from(text)[2]
+        if generation != store.manifest.generation:
+            raise HotSetError(f"the file there is the hot set of another store (generation {generation:016x}, this one has "
+                              f"{store.manifest.generation:016x}), and is left as it is: remove it, or choose another path")
+
+
 def save(store: Store, path: str | os.PathLike[str]) -> int:
-    """Write the cache of a store whose threads have ended, hottest bundles first; bundles written. OSError if it cannot."""
+    """Write the cache of a store whose threads have ended, hottest bundles first; bundles written. OSError if it cannot; HotSetError if
+    the file there is another store's, which is left (one of this store, damaged or of other columns, is replaced)."""
+    _check_place(store, path)
     layout, plan = Layout(store), store._plan
     in_gpu = None if store._cuda is None else store._cuda.slab_memory
     ways = len(plan.directory) * WAYS

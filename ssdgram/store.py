@@ -389,14 +389,8 @@ class Store:
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Cancel what is under way, wait for the GPU, stop the threads, give the memory back. Idempotent."""
-        if self._inherited():
-            self._check()                                    # raises
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-        _open_stores.discard(self)
-        self._keep_recording()
+        if not self._end_calls():
+            return
         self._unwind(timeout_s)
         self._state.control[s.STOP] = 1
         ring(self._address)
@@ -407,18 +401,35 @@ class Store:
         self._queue.join(timeout_s)
         if self._queue.stuck or any(thread.is_alive() for thread in self._threads):
             # the drive may yet write there: never to be freed or unmapped
-            log.error("%s: reads are still in the drive after %g s: their memory is kept until the process ends", self.path,
-                      timeout_s)
-            _leaked.append((self._state, self._plan, self._queue, self._pairs, self._arena, self._cuda, self._kept))
-            self._pairs = []
+            self._leak("reads are still in the drive", timeout_s)
             return
         self._queue.close()
         self._keep_hotset()
-        if self._cuda is not None:
-            self._cuda.close()
+        if self._cuda is not None and not self._cuda.close(timeout_s):
+            self._leak("kernels that may read the cache are still under way", timeout_s)
+            return
         self._close_files()
         self._arena.close()
         self._alive.clear()
+
+    def _end_calls(self) -> bool:
+        """The first part of `close`: from here on every call raises. False: that was so already."""
+        if self._inherited():
+            self._check()                                    # raises
+        with self._lock:
+            if self._closed:
+                return False
+            self._closed = True
+        _open_stores.discard(self)
+        self._keep_recording()
+        return True
+
+    def _leak(self, why: str, timeout_s: float) -> None:
+        """Keep all that a drive or a GPU may yet write or read until the process ends: freed memory may be somebody else's."""
+        log.error("%s: %s after %g s: their memory is kept until the process ends", self.path, why, timeout_s)
+        _leaked.append((self._state, self._plan, self._queue, self._pairs, self._arena, self._cuda, self._kept, self._alive,
+                        self._row_memory))
+        self._pairs = []
 
     def _unwind(self, timeout_s: float) -> None:
         """Take back every batch, and wait until the planner has done with them."""

@@ -92,6 +92,28 @@ def test_other_columns_or_another_store_are_passed_over(store_folder, written, t
         assert store.hot_bundles == 0 and any("written by another store" in notice for notice in store.notices)
 
 
+def test_another_stores_hot_set_is_left_at_close(store_folder, written, tmp_path, caplog):
+    path = written[0]
+    before = path.read_bytes()
+    tokenizer = __file__.rpartition("/")[0] + "/golden/tiny_tokenizer.json"
+    ssdgram.synthesize(tmp_path / "ckpt", vocab_size=2000, layers=(1, 3), seed=SEED + 2, tokenizer=tokenizer)
+    ssdgram.convert(tmp_path / "ckpt", tmp_path / "out")
+    with ssdgram.open(tmp_path / "out", dram="16MiB", hotset=path) as store, store.prefetch(np.arange(20)) as batch:
+        batch.wait()
+    assert path.read_bytes() == before and "the hot set of another store" in caplog.text
+    with ssdgram.open(store_folder, dram="16MiB", columns=range(12), hotset=path) as store, store.prefetch(np.arange(20)) as batch:
+        batch.wait()
+    assert path.read_bytes() != before                       # the same store: its to replace
+
+
+@pytest.mark.parametrize("content", [b"x", b"something that somebody wants to keep " * 200])
+def test_a_file_that_is_no_hot_set_is_left_at_close(store_folder, tmp_path, caplog, content):
+    path = tmp_path / "notes.txt"
+    path.write_bytes(content)
+    ssdgram.open(store_folder, dram="16MiB", hotset=path).close()
+    assert path.read_bytes() == content and "is no hot set, and is left as it is" in caplog.text
+
+
 def test_entries_twice_in_the_file_take_one_slot(store_folder, written):
     path, tokens, _ = written
     data = bytearray(path.read_bytes())

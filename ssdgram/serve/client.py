@@ -44,7 +44,7 @@ from ssdgram.kernels.hash import OUTPUT, PARTICIPATES
 from ssdgram.sequence import Sequence, check_ids, flatten
 from ssdgram.serve import protocol, share
 from ssdgram.stats import WAIT_BUCKETS, Stats, bounds
-from ssdgram.store import PRIORITIES, ROW_WAIT_S, SCALE_RULES, WARM_WINDOW, Store, Tuning, _open_stores, _sequences
+from ssdgram.store import PRIORITIES, ROW_WAIT_S, SCALE_RULES, WARM_WINDOW, Store, Tuning, _leaked, _open_stores, _sequences, log
 
 if TYPE_CHECKING:
     from ssdgram._cuda import CudaSide
@@ -363,17 +363,17 @@ class AttachedStore(Store):
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Leave the server; it takes back what this process held. Idempotent."""
-        if self._inherited():
-            self._check()                                    # raises
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-        _open_stores.discard(self)
-        self._keep_recording()
-        if self._cuda is not None:
-            self._cuda.close()                               # its gathers are done before the server hears of the end
+        if not self._end_calls():
+            return
+        if self._cuda is not None and not self._cuda.close(timeout_s):      # its gathers are done before the server hears of the end
+            self._leak("kernels that may read the cache are still under way", timeout_s)
+            return
         self._connection.close()
+
+    def _leak(self, why: str, timeout_s: float) -> None:
+        """Keep the server's memory mapped and this client's seats taken until the process ends: the server hears of that."""
+        log.error("%s: %s after %g s: this process stays attached until it ends", self.socket_path, why, timeout_s)
+        _leaked.append((self._mapped, self._cuda, self._connection, self._token_rows, self._plan))
 
     def __repr__(self) -> str:
         return f"<Store {str(self.path)!r} at {str(self.socket_path)!r}{' (closed)' if getattr(self, '_closed', True) else ''}>"
