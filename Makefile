@@ -7,7 +7,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-quick test-bounds test-denied test-rules test-gpu test-engines lint wheel clean
+.PHONY: help demo test test-quick test-bounds test-denied test-rules test-counts test-gpu test-engines lint wheel clean
 
 # The first Python that runs and is new enough; `make PYTHON=...` overrules.
 PYTHON ?= $(shell for candidate in python3 python3.13 python3.12 python3.11; do \
@@ -61,6 +61,12 @@ test-denied: $(READY)
 # hour, and not part of CI, which only checks that the table fits the sources (tests/test_rules.py).
 test-rules: $(READY)
 	$(BIN)/python tests/rules/remove.py $(ARGS)
+
+# Deaths and cancellations in the numbers that were asked for: kill -9 of a client between prefetch and use, of one in a loop of steps, of
+# the server, ten times each; 10,000 cancellations with a server and 10,000 without; 10,000 scripts of histories. Some minutes.
+test-counts: $(READY)
+	SSDGRAM_CANCELLATIONS=10000 $(PYTEST) -q -m "not gpu" --durations=12 tests/test_serve_death.py tests/test_history_scripts.py \
+		tests/test_planner.py::test_cancelled_at_random $(ARGS)
 
 test-gpu: $(READY)
 	$(PYTEST) -q -m gpu $(ARGS)

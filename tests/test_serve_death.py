@@ -1,7 +1,6 @@
 """Death at any moment: of a client between prefetch and use, of the server, of a request that nobody wants any more.
 
-Each death is a kill -9 of a real process, ten times over. The cancellations are 600 here; the issue's number by
-SSDGRAM_CANCELLATIONS=10000.
+Each death is a kill -9 of a real process, ten times over. The cancellations are 600 here, 10,000 by `make test-counts`.
 """
 
 import contextlib
