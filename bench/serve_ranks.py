@@ -46,11 +46,7 @@ def _rank(pipe: Connection, barrier: Any, out: Path, path: Path | None, dram: st
     store = ssdgram.open(out, dram=dram) if path is None else ssdgram.attach(path, timeout_s=60)
     try:
         pipe.send("ready")
-<<<<<<< HEAD
         for what in _orders(pipe):
-=======
-        for what in _questions(pipe):
->>>>>>> 26ea6e9 (make test-counts: deaths, cancellations and history scripts in the numbers of the issue; served rules recorded)
             if what == "memory":
                 pipe.send(_memory())
             elif what == "reads":
@@ -81,21 +77,12 @@ def _serve(pipe: Connection, out: Path, path: Path, dram: str, ranks: int) -> No
 
     with Server(out, path, dram=dram, clients=ranks) as server:
         pipe.send("ready")
-<<<<<<< HEAD
         for what in _orders(pipe):
             pipe.send(_memory() if what == "memory" else server.joined)
 
 
 def _orders(pipe: Connection) -> Iterator[str]:
     """What the other end of the pipe wants done, until it is closed."""
-=======
-        for what in _questions(pipe):
-            pipe.send(_memory() if what == "memory" else server.joined)
-
-
-def _questions(pipe: Connection) -> Iterator[str]:
-    """What the other end of the pipe asks for, until it is closed."""
->>>>>>> 26ea6e9 (make test-counts: deaths, cancellations and history scripts in the numbers of the issue; served rules recorded)
     with contextlib.suppress(EOFError):
         while True:
             yield pipe.recv()
