@@ -127,8 +127,9 @@ def test_a_forked_child_of_a_client(engram, tmp_path):
         batch.wait()
 
         files = [mapped._file for mapped in store._mapped]
-        files += [os.fstat(number) for number in (server._own.fd, server._listener.fileno(), server._stop, server._lock_file,
+        files += [os.fstat(number) for number in (server._own.fd, server._listener.fileno(), server._lock_file,
                                                   store._connection.fileno())]
+        stop = server._stop, os.readlink(f"/proc/self/fd/{server._stop}")    # an eventfd: all of a system are one file
 
         def act(writer):
             for call in (lambda: store.prefetch([1]), store.stats, store.close, batch.wait, lambda: batch.rows(1), batch.release,
@@ -139,8 +140,8 @@ def test_a_forked_child_of_a_client(engram, tmp_path):
                 pass
             for number in map(int, os.listdir("/proc/self/fd")):
                 with contextlib.suppress(OSError):           # the descriptor of the listing itself
-                    found = os.fstat(number)
-                    assert not any(os.path.samestat(found, file) for file in files), os.readlink(f"/proc/self/fd/{number}")
+                    found, link = os.fstat(number), os.readlink(f"/proc/self/fd/{number}")
+                    assert not any(os.path.samestat(found, file) for file in files) and (number, link) != stop, link
             with ssdgram.attach(server.path) as own, own.prefetch(engram.tokens(20, 1)) as mine:
                 assert_served(engram, own, mine, engram.tokens(20, 1))
             os.write(writer, b"k")
