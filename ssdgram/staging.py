@@ -53,9 +53,9 @@ class Staging:
     def fill(self, step: Any, timeout_s: float = 30.0) -> int:
         """Rows of the step's positions into the first rows of every tensor; how many positions there are.
 
-        `step`: a Sequence, or what `prefetch` takes as tokens. Waits for reads, and for the GPU only where it has not yet gathered
-        the last step of that size: a loop that is one step ahead does. Rows behind the step's are left
-        or set to zero. Raises what `prefetch` and `Batch.wait` raise; BatchTooLargeError for more positions than fit.
+        `step`: a Sequence, or what `prefetch` takes as tokens. Waits for reads; for the GPU only while it still gathers the last step
+        of that size. Rows behind the step's are left or set to zero. Raises what `prefetch` and `Batch.wait` raise;
+        BatchTooLargeError for more positions than fit.
         """
         sequence = step if isinstance(step, Sequence) else Sequence(step)
         count = len(sequence)
