@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ssdgram import _cufile, machine
+from ssdgram import _cufile, _numa, machine
 from ssdgram.machine import ROOT, read_text
 
 GIB = 1 << 30
@@ -72,7 +72,7 @@ def _machine(root: Path) -> Iterator[Finding]:
     found = f"{_gib(available)} free of {_gib(total)}" + ("" if limit is None else f", cgroup limit {_gib(limit)}")
     yield judge("memory", found, "the store's dram= budget and 1 GiB more", room >= 2 * GIB,
                 "open the store with a small dram= budget")
-    nodes = len(list((root / "sys/devices/system/node").glob("node[0-9]*")))
+    nodes = len(_numa.nodes(root))
     if nodes > 1:
         yield Finding("NUMA", f"{nodes} nodes", "readers, slab and GPU on one node", NOTE,
                       "a store on a GPU puts its memory and threads on that GPU's node; bind the engine there too (numactl)")

@@ -9,6 +9,8 @@ Invariant: with SSDGRAM_STORE set, a server starts with the store or not at all.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib import import_module
 from types import ModuleType
 
 ENGRAM = "vllm.models.deepseek_v41.common.engram"
@@ -16,6 +18,8 @@ MODEL_STATE = "vllm.models.deepseek_v41.nvidia.model_state"
 PREFETCH = "vllm.models.deepseek_v41.nvidia.specialized_decode.engram.prefetch"
 PLE = "vllm.models.qwen4_exp.nvidia.ngram_embedding"
 PLE_STATE = "vllm.models.qwen4_exp.nvidia.model_state"
+CHANGES = ((ENGRAM, "plugin", "patch_engram"), (MODEL_STATE, "plugin", "patch_state"), (PREFETCH, "plugin", "patch_prefetch"),
+           (PLE, "ple", "patch_ngram"), (PLE_STATE, "ple", "patch_state"))
 ROCM = {"vllm.models.deepseek_v41.amd.model": "DeepSeek-V4.1 on ROCm", "vllm.models.qwen4_exp.amd.model": "Qwen4Exp on ROCm"}
 
 _active: list[str] = []
@@ -41,9 +45,8 @@ def activate() -> None:
 
         raise SystemExit(f"SSDGram: {fault(VLLM, found)}")
     _active.append(settings.store)
-    for module, change in ((ENGRAM, _patch_engram), (MODEL_STATE, _patch_state), (PREFETCH, _patch_prefetch), (PLE, _patch_ple),
-                           (PLE_STATE, _patch_ple_state)):
-        when_imported(module, change)
+    for module, plugin, function in CHANGES:
+        when_imported(module, _change(plugin, function))
     for module, model in ROCM.items():
         when_imported(module, _refusal(model))
 
@@ -57,39 +60,14 @@ def _checked() -> None:
         raise SystemExit(f"SSDGram: {text}")
 
 
-def _patch_engram(module: ModuleType) -> None:
-    _checked()
-    from ssdgram.engines.vllm import plugin
+def _change(plugin: str, function: str) -> Callable[[ModuleType], None]:
+    """What is done to a module of vLLM once it is imported: every seam is checked, then ssdgram.engines.vllm.PLUGIN's FUNCTION runs."""
 
-    plugin.patch_engram(module)
+    def change(module: ModuleType) -> None:
+        _checked()
+        getattr(import_module(f"ssdgram.engines.vllm.{plugin}"), function)(module)
 
-
-def _patch_state(module: ModuleType) -> None:
-    _checked()
-    from ssdgram.engines.vllm import plugin
-
-    plugin.patch_state(module)
-
-
-def _patch_prefetch(module: ModuleType) -> None:
-    _checked()
-    from ssdgram.engines.vllm import plugin
-
-    plugin.patch_prefetch(module)
-
-
-def _patch_ple(module: ModuleType) -> None:
-    _checked()
-    from ssdgram.engines.vllm import ple
-
-    ple.patch_ngram(module)
-
-
-def _patch_ple_state(module: ModuleType) -> None:
-    _checked()
-    from ssdgram.engines.vllm import ple
-
-    ple.patch_state(module)
+    return change
 
 
 def _refusal(model: str):  # type: ignore[no-untyped-def]
