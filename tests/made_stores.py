@@ -25,6 +25,7 @@ from ssdgram._budget import sizes
 from ssdgram._calls import ring
 from ssdgram._compiled import atomic_cas, atomic_exchange, compiled
 from ssdgram.cache.directory import EMPTY, set_of
+from ssdgram.kernels.dequant import value_table
 from ssdgram.layout.files import load_token_map
 from ssdgram.layout.manifest import Manifest
 from ssdgram.store import Tuning
@@ -101,6 +102,18 @@ class Made:
     def row_ids(self, tokens, **context):
         """int64 [T, L, columns], for a Sequence's arguments."""
         return self.geometry.row_ids(tokens, self.token_map, **context)
+
+    def scale_of(self, layer):
+        """The layer's global scale, None if it has none."""
+        scales = self.manifest.global_scales
+        return None if scales is None else scales[self.geometry.layers.index(layer)]
+
+    def values(self, layer, tokens):
+        """bf16 bits [T, columns, dim] of a PLE table's rows that a fresh run of `tokens` reads, times the table's scale."""
+        packed = self.expected(layer, tokens)
+        if self.geometry.encoding == "bf16":
+            return packed.view(np.uint16)
+        return value_table("fp8_global", self.scale_of(layer))[packed]
 
     def expected(self, layer, tokens, **context):
         """What `packed(layer)` must be for these tokens: uint8 [T, columns, row_bytes]."""

@@ -15,7 +15,6 @@ from sglang_stubs import ForwardMode
 
 import ssdgram
 from ssdgram.engines.sglang import ple, plugin
-from ssdgram.kernels.dequant import value_table
 
 
 @pytest.fixture(scope="module", params=["bf16", "fp8_global"])
@@ -24,19 +23,6 @@ def made(tmp_path_factory, request):
     folder = tmp_path_factory.mktemp(f"ple-{request.param}")
     ssdgram.convert(small_ple(folder / "checkpoint", vocab_size=700, encoding=request.param, seed=5, layers=(0, 3)), folder / "store")
     return Made(folder / "store", 5)
-
-
-def scale_of(made, layer):
-    scales = made.manifest.global_scales
-    return None if scales is None else scales[made.geometry.layers.index(layer)]
-
-
-def values(made, layer, tokens):
-    """bf16 bits [T, columns, dim] of the rows that a fresh run of `tokens` reads, times the table's scale."""
-    packed = made.expected(layer, tokens)
-    if made.geometry.encoding == "bf16":
-        return packed.view(np.uint16)
-    return value_table("fp8_global", scale_of(made, layer))[packed]
 
 
 class Server:
@@ -56,7 +42,7 @@ class Server:
         self.layers = [self.module.Qwen4ExpPLELayer(config, layer_id=layer) for layer in geometry.layers]
         for layer, part in zip(geometry.layers, self.layers):
             if geometry.encoding != "bf16":
-                part.ple_embedding.ngram_embedding.weight_scale.copy_(torch.tensor([scale_of(made, layer)]))
+                part.ple_embedding.ngram_embedding.weight_scale.copy_(torch.tensor([made.scale_of(layer)]))
             spoil(part.ple_embedding)
         self.model_runner = sys.modules[plugin.RUNNER].ModelRunner(torch.nn.ModuleList(self.layers), self.pool)
         self.model_runner.init_ngram_embedding_manager()
@@ -114,7 +100,7 @@ class Server:
             parts = []
             for name, count in scheduled.items():
                 stop = self.done[name]
-                parts.append(values(self.made, layer, np.array(self.tokens[name][:stop], np.int64))[stop - count:])
+                parts.append(self.made.values(layer, np.array(self.tokens[name][:stop], np.int64))[stop - count:])
             wanted = np.concatenate(parts)
             np.testing.assert_array_equal(found.view(torch.int16).numpy().view(np.uint16).reshape(-1, *wanted.shape[1:]), wanted)
 

@@ -13,7 +13,6 @@ from vllm_stubs import Breakable, CUDAGraphMode, Requests, dummy_batch
 
 import ssdgram
 from ssdgram.engines.vllm import ple as plugin
-from ssdgram.kernels.dequant import value_table
 
 MODES = CUDAGraphMode
 METHODS = {"bf16": Method, "fp8_global": Fp8Method}
@@ -25,19 +24,6 @@ def made(tmp_path_factory, request):
     folder = tmp_path_factory.mktemp(f"ple-{request.param}")
     ssdgram.convert(small_ple(folder / "checkpoint", vocab_size=700, encoding=request.param, seed=5, layers=(1, 4)), folder / "store")
     return Made(folder / "store", 5)
-
-
-def scale_of(made, layer):
-    scales = made.manifest.global_scales
-    return None if scales is None else scales[made.geometry.layers.index(layer)]
-
-
-def values(made, layer, tokens):
-    """bf16 bits [T, columns, dim] of the rows that a fresh run of `tokens` reads, times the table's scale."""
-    packed = made.expected(layer, tokens)
-    if made.geometry.encoding == "bf16":
-        return packed.view(np.uint16)
-    return value_table("fp8_global", scale_of(made, layer))[packed]
 
 
 class Server:
@@ -64,7 +50,7 @@ class Server:
             table.weight.weight_loader(table.weight, Untouchable(), checkpoint_start=0)
             table.weight.weight_loader(table.weight, Untouchable())
             if hasattr(table, "weight_scale"):
-                table.weight_scale.weight_loader(table.weight_scale, torch.tensor([scale_of(self.made, layer)]))
+                table.weight_scale.weight_loader(table.weight_scale, torch.tensor([self.made.scale_of(layer)]))
 
     @property
     def stager(self):
@@ -103,7 +89,7 @@ class Server:
             parts = []
             for name, count in scheduled.items():
                 stop = self.requests.computed[name]
-                parts.append(values(self.made, layer, np.array(self.requests.tokens[name][:stop], np.int64))[stop - count:])
+                parts.append(self.made.values(layer, np.array(self.requests.tokens[name][:stop], np.int64))[stop - count:])
             wanted = np.concatenate(parts)
             np.testing.assert_array_equal(found.view(torch.int16).numpy().view(np.uint16).reshape(wanted.shape), wanted)
 
@@ -191,7 +177,7 @@ def test_sequence_parallel_ranks_cut_their_chunk_and_add_nothing(made, monkeypat
         server.requests.add("a", tokens)
         rows = server.step({"a": 7})
         for layer, found in zip(made.geometry.layers, rows):
-            wanted = values(made, layer, np.array(tokens)).reshape(7, -1)[rank * 4:(rank + 1) * 4]
+            wanted = made.values(layer, np.array(tokens)).reshape(7, -1)[rank * 4:(rank + 1) * 4]
             np.testing.assert_array_equal(found.view(torch.int16).numpy().view(np.uint16)[:len(wanted)], wanted)
         server.stager.close()
 
