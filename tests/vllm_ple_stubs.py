@@ -7,7 +7,7 @@ import types
 
 import torch
 from torch import nn
-from vllm_stubs import config, eager_break_during_capture
+from vllm_stubs import DefaultModelState, config, eager_break_during_capture
 
 
 class Method:
@@ -152,26 +152,7 @@ def ngram_module(world=1, rank=0):
 def state_module(depth, eos):
     """A fresh stand-in for vllm.models.qwen4_exp.nvidia.model_state."""
 
-    class MambaHybridModelState:
-        def __init__(self, vllm_config, model, encoder_cache, device):
-            self.vllm_config, self.calls = vllm_config, []
-
-        def add_request(self, req_index, new_req_data):
-            self.calls.append("add_request")
-
-        def remove_request(self, req_id):
-            self.calls.append("remove_request")
-
-        def prepare_inputs(self, input_batch, req_states):
-            return {}
-
-        def prepare_dummy_inputs(self, num_reqs, num_tokens):
-            return {}
-
-        def prepare_attn(self, input_batch, cudagraph_mode, *args, **kwargs):
-            return {"mode": cudagraph_mode}
-
-    class Qwen4ExpModelState(MambaHybridModelState):
+    class Qwen4ExpModelState(DefaultModelState):
         def __init__(self, vllm_config, model, encoder_cache, device):
             super().__init__(vllm_config, model, encoder_cache, device)
             self.ngram_context = torch.full((8, depth), eos, dtype=torch.int32)

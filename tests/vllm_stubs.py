@@ -159,27 +159,30 @@ def engram_module(world=1, rank=0, rocm=False):
     return module
 
 
+class DefaultModelState:
+    """What the models' states derive from; the plug-ins change the derived classes alone."""
+
+    def __init__(self, vllm_config, model, encoder_cache, device):
+        self.vllm_config, self.calls = vllm_config, []
+
+    def add_request(self, req_index, new_req_data):
+        self.calls.append("add_request")
+
+    def remove_request(self, req_id):
+        self.calls.append("remove_request")
+
+    def prepare_inputs(self, input_batch, req_states):
+        return {}
+
+    def prepare_dummy_inputs(self, num_reqs, num_tokens):
+        return {}
+
+    def prepare_attn(self, input_batch, cudagraph_mode, *args, **kwargs):
+        return {"mode": cudagraph_mode}
+
+
 def state_module():
     """A fresh stand-in for vllm.models.deepseek_v41.nvidia.model_state."""
-
-    class DefaultModelState:
-        def __init__(self, vllm_config, model, encoder_cache, device):
-            self.vllm_config, self.calls = vllm_config, []
-
-        def add_request(self, req_index, new_req_data):
-            self.calls.append("add_request")
-
-        def remove_request(self, req_id):
-            self.calls.append("remove_request")
-
-        def prepare_inputs(self, input_batch, req_states):
-            return {}
-
-        def prepare_dummy_inputs(self, num_reqs, num_tokens):
-            return {}
-
-        def prepare_attn(self, input_batch, cudagraph_mode, *args, **kwargs):
-            return {"mode": cudagraph_mode}
 
     class DeepseekV41ModelState(DefaultModelState):
         def __init__(self, vllm_config, model, encoder_cache, device):
