@@ -95,13 +95,17 @@ def halves(traces: Sequence[Trace], piece: int, seed: int = 0) -> tuple[Trace, T
 def measured_drive(store: Path, rounds: int = 5) -> Drive:
     """The drive as a store has it, delivery and checks included: how long bursts of reads for random tokens take a small store of its own.
 
-    A burst of r reads that takes t seconds is a rate of r / t with r reads in flight (tools/drive.py).
+    A burst of r reads that takes t seconds is a rate of r / t with r reads in flight (tools/drive.py). No two bursts begin with the same
+    token while the vocabulary has others: a burst of one token that came before would read nothing.
     """
     random, seconds, reads = np.random.default_rng(), [], []
     with ssdgram.open(store, dram="64MiB", tuning=PATIENT) as opened:
+        first = np.resize(3 + random.permutation(opened._vocabulary - 3), rounds * len(BURSTS)).tolist()
         for _ in range(rounds):
             for count in BURSTS:
-                with opened.prefetch(random_tokens(random, opened._vocabulary, count)) as batch:
+                tokens = random_tokens(random, opened._vocabulary, count)
+                tokens[0] = first.pop()
+                with opened.prefetch(tokens) as batch:
                     batch.wait(timeout_s=60)
                     timing = batch.timing
                 seconds.append(1e-6 * timing["published_us"])

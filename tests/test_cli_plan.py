@@ -65,6 +65,7 @@ def test_mistakes_are_one_line(engram, trace, tmp_path):
 
 def test_check_compares_with_a_store(engram, trace):
     answer = run(trace, "--check", engram.out, "--dram", "16MiB", "--decode", 4, "--step-ms", 0.5, "--json")
+    assert "[\n" in answer.output, answer.output
     rows = json.loads(answer.output[answer.output.index("[\n"):])
     assert [row["cell"] for row in rows] == ["decode 4"] * len(rows) and answer.exit_code == (0 if all(row["ok"] for row in rows) else 1)
     for row in rows:
