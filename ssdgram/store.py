@@ -191,19 +191,8 @@ class Store:
             raise
 
     def _start(self, budget: int, hbm_budget: int, queue_name: str) -> None:
-        tuning = self.tuning
-        if queue_name not in queues.NAMES:
-            raise ConfigError(f"queue={queue_name!r}: expected one of {list(queues.NAMES)}")
-        device = None
-        if queue_name == "gds":
-            self._gds = _gds.open_port(self.device)
-        if self.device != "cpu":
-            from ssdgram import _cuda
-
-            device = _cuda.checked_device(self.device)
-            self.numa_node = _numa.node_of_gpu(_cuda.bus_id(device))
-        elif hbm_budget > 0 and self._gds is None:
-            raise ConfigError(f"hbm={hbm_budget} bytes with device='cpu': an HBM tier needs a CUDA device")
+        """Memory, GPU, queue, threads: each given back if what comes after it fails."""
+        tuning, device = self.tuning, self._choose_gpu(queue_name, hbm_budget)
         affinity = tuning.affinity or (None if self.numa_node is None else _numa.cpus_of(self.numa_node)) or None
         files = _opening.file_records(self.manifest, self._selection, self._pairs)
         _opening.check_first_pages(self.manifest, files, self._paths)
@@ -217,72 +206,39 @@ class Store:
         shape = _opening.shape_of(self.geometry, self._selection, len(self._token_map), readers, depth, tuning.batches,
                                   hbm_slots, slab_slots, default_crew(affinity) if tuning.crew is None else tuning.crew)
         self._sizes = sizes(budget, shape)
-        there = min(count for count in (machine.memory()[0], machine.memory_limit(), 1 << 62) if count)
-        if self._sizes.total > there:
-            raise BudgetError(f"dram is {budget} bytes: this machine (or its cgroup) has {there} bytes of memory; give less")
         self._budget, self._hbm_budget = budget, hbm_budget
         self._line, self._stride = p.batch_line(shape.layers), shape.stride
         self._gather_groups = _opening.gather_groups(self._selection)
         self.capacity = self._sizes.slots - shape.groups     # distinct bundles that one batch may hold
-        try:
-            self._arena = Arena(self._sizes.specs, private=PRIVATE)
-        except (OSError, OverflowError) as error:
-            raise BudgetError(f"dram is {budget} bytes: this machine does not give that much ({error}); give less") from error
-        if self.numa_node is not None and not self._arena.prefer_node(self.numa_node):           # before anything touches the memory
-            self._note(f"the system does not take memory from NUMA node {self.numa_node}, where the GPU is: bind the process there")
-        try:
+        with contextlib.ExitStack() as undo:
+            self._take_memory(budget)
+            undo.callback(self._arena.close)
             self._state, self._plan = lay_out(self._arena)
             _opening.fill(self._state, self._plan, manifest=self.manifest, selection=self._selection, files=files,
                           token_map=self._token_map, sizes=self._sizes, shape=shape, owner=self._owner,
                           background_depth=tuning.background_depth or max(1, readers * self._sizes.depth // 2),
                           retries=tuning.retries, spin_ns=int(tuning.spin_us * 1000), degraded_ns=int(tuning.degraded_after_s * 1e9))
             if device is not None:
+                from ssdgram import _cuda
+
                 self._cuda = _cuda.CudaSide(self, device, hbm_slots, slab_slots)
+                undo.callback(self._cuda.close)
             gds = None if self._gds is None else self._gds.queue_arguments(self)
             self._queue = queues.choose(queue_name, self._state, readers, self._sizes.depth, affinity, gds)
+            undo.callback(self._queue.close)
             self.queue = self._queue.name
             self.notices.extend(self._queue.notices)
-            try:
-                self._kept = keep(self._state, self._plan)
-                self._address = self._kept.ctypes.data
-                compile_for(planner_loop, 0, 0)
-                compile_for(crew_loop, 0, 0)
-                if self._hotset is not None:
-                    begun = time.monotonic()
-                    self.hot_bundles = load_hotset(self, self._hotset)
-                    self.hotset_load_s = time.monotonic() - begun
-                self._queue.start()
-            except BaseException:
-                self._queue.close()
-                raise
-        except BaseException:
-            if self._cuda is not None:
-                self._cuda.close()
-            self._arena.close()
-            raise
-        self._threads = [threading.Thread(target=_run, args=(planner_loop, self._address, -1, affinity), name="ssdgram-planner",
-                                          daemon=True)]
-        self._threads += [threading.Thread(target=_run, args=(crew_loop, self._address, 1 + k, affinity), name=f"ssdgram-crew-{k}",
-                                           daemon=True) for k in range(shape.crew)]
-        started: list[threading.Thread] = []
-        try:
-            for thread in self._threads:
-                thread.start()
-                started.append(thread)
-        except RuntimeError as error:                        # a limit of threads
-            self._state.control[s.STOP] = 1
-            ring(self._address)
-            wake_crew(self._plan.crew_futex)
-            for thread in started:
-                thread.join()
-            self._queue.wake_all()
-            self._queue.join()
-            self._queue.close()
-            if self._cuda is not None:
-                self._cuda.close()
-            self._arena.close()
-            raise UnavailableError(f"the planner's threads cannot be started ({error}): raise the limit of threads (ulimit -u, the "
-                                   f"cgroup's pids.max), or open with Tuning(crew=0)") from error
+            self._kept = keep(self._state, self._plan)
+            self._address = self._kept.ctypes.data
+            compile_for(planner_loop, 0, 0)
+            compile_for(crew_loop, 0, 0)
+            if self._hotset is not None:
+                begun = time.monotonic()
+                self.hot_bundles = load_hotset(self, self._hotset)
+                self.hotset_load_s = time.monotonic() - begun
+            self._queue.start()
+            self._start_threads(shape.crew, affinity)
+            undo.pop_all()
         self._closed = False
         _open_stores.add(self)
         self._looked_ns = time.monotonic_ns()
@@ -297,6 +253,56 @@ class Store:
             log.info("%s: %s", self.path, self.notices[-1])
         if self._gds is not None:
             log.info("queue gds: mode %s, by cuFile's own counters %s", self._gds.mode, self._gds.counters())
+
+    def _choose_gpu(self, queue_name: str, hbm_budget: int) -> Any:
+        """The torch device, None: no GPU. Notes its NUMA node, and opens GPUDirect Storage if that was asked for."""
+        if queue_name not in queues.NAMES:
+            raise ConfigError(f"queue={queue_name!r}: expected one of {list(queues.NAMES)}")
+        if queue_name == "gds":
+            self._gds = _gds.open_port(self.device)
+        if self.device == "cpu":
+            if hbm_budget > 0 and self._gds is None:
+                raise ConfigError(f"hbm={hbm_budget} bytes with device='cpu': an HBM tier needs a CUDA device")
+            return None
+        from ssdgram import _cuda
+
+        device = _cuda.checked_device(self.device)
+        self.numa_node = _numa.node_of_gpu(_cuda.bus_id(device))
+        return device
+
+    def _take_memory(self, budget: int) -> None:
+        """The arena, on the GPU's NUMA node before anything touches it. BudgetError if the machine has less."""
+        there = min(count for count in (machine.memory()[0], machine.memory_limit(), 1 << 62) if count)
+        if self._sizes.total > there:
+            raise BudgetError(f"dram is {budget} bytes: this machine (or its cgroup) has {there} bytes of memory; give less")
+        try:
+            self._arena = Arena(self._sizes.specs, private=PRIVATE)
+        except (OSError, OverflowError) as error:
+            raise BudgetError(f"dram is {budget} bytes: this machine does not give that much ({error}); give less") from error
+        if self.numa_node is not None and not self._arena.prefer_node(self.numa_node):
+            self._note(f"the system does not take memory from NUMA node {self.numa_node}, where the GPU is: bind the process there")
+
+    def _start_threads(self, crew: int, affinity: tuple[int, ...] | None) -> None:
+        """The planner's thread and its crew's. UnavailableError, and all are stopped, the readers' too, if the system refuses one."""
+        self._threads = [threading.Thread(target=_run, args=(planner_loop, self._address, -1, affinity), name="ssdgram-planner",
+                                          daemon=True)]
+        self._threads += [threading.Thread(target=_run, args=(crew_loop, self._address, 1 + k, affinity), name=f"ssdgram-crew-{k}",
+                                           daemon=True) for k in range(crew)]
+        started: list[threading.Thread] = []
+        try:
+            for thread in self._threads:
+                thread.start()
+                started.append(thread)
+        except RuntimeError as error:                        # a limit of threads
+            self._state.control[s.STOP] = 1
+            ring(self._address)
+            wake_crew(self._plan.crew_futex)
+            for thread in started:
+                thread.join()
+            self._queue.wake_all()
+            self._queue.join()
+            raise UnavailableError(f"the planner's threads cannot be started ({error}): raise the limit of threads (ulimit -u, the "
+                                   f"cgroup's pids.max), or open with Tuning(crew=0)") from error
 
     def _read_dead_bundles(self) -> None:
         """Read what a position that takes no part hashes to; the batch is never released, so it is never evicted."""
