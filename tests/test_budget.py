@@ -111,7 +111,7 @@ with made.open(dram="3MiB") as store:                      # everything compiled
 before = resident()
 store = made.open(dram=int(sys.argv[2]))
 opened = resident()
-work(store, 60)
+work(store, 30)
 full = store.stats()
 print(before, opened, resident(), full.slots_free, full.slots)
 """

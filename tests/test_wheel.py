@@ -116,9 +116,13 @@ def environment(built, tmp_path_factory):
 
 
 def run(python, *arguments, cwd):
-    """The same sources have the same compiled code, so that of this process is used."""
+    """The same sources have the same compiled code, so that of this process is used: a minute and a half of compiling less."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "NUMBA_"))}
-    clean |= {"COLUMNS": "200", "SSDGRAM_CACHE_DIR": str(CACHE_FOLDER.parent)}
+    shared = Path(cwd) / "compiled"                          # SSDGRAM_CACHE_DIR names the folder in which `ssdgram` holds the code
+    shared.mkdir(exist_ok=True)
+    if not (shared / "ssdgram").exists():
+        (shared / "ssdgram").symlink_to(CACHE_FOLDER)
+    clean |= {"COLUMNS": "200", "SSDGRAM_CACHE_DIR": str(shared)}
     return subprocess.run([python, *arguments], cwd=cwd, env=clean, capture_output=True, text=True, timeout=280)
 
 
