@@ -34,13 +34,14 @@ def test_a_wrong_output_of_one_rank_counts(made):
     assert found["not_as_wanted"]["outputs"] == 1 and found["wrong"] >= 1
 
 
-@pytest.mark.parametrize(("work", "message"), [
-    (tp2_on_cpu.failing_work, "rank 1 failed:(?s:.*)the second rank has had enough"),
-    (tp2_on_cpu.dying_work, "rank 1 has ended"),
-    (tp2_on_cpu.sleeping_work, r"rank \[0, 1\] did not end in time"),
+@pytest.mark.parametrize(("work", "message", "timeout_s"), [
+    (tp2_on_cpu.failing_work, "rank 1 failed:(?s:.*)the second rank has had enough", 200),
+    (tp2_on_cpu.dying_work, "rank 1 has ended", 200),
+    (tp2_on_cpu.sleeping_work, r"rank \[0, 1\] did not end in time", 3),
 ])
-def test_ranks_that_fail_die_or_hang_end_the_run(made, work, message):
+def test_ranks_that_fail_die_or_hang_end_the_run(made, work, message, timeout_s):
+    """Ranks that fail or die end it long before the time that it has; their other rank would sleep for ten minutes."""
     begun = time.monotonic()
     with pytest.raises(engines_tp2.RankError, match=message):
-        engines_tp2.measure(work, *made, world=2, steps=1, timeout_s=8)
-    assert time.monotonic() - begun < 60 and multiprocessing.active_children() == []
+        engines_tp2.measure(work, *made, world=2, steps=1, timeout_s=timeout_s)
+    assert time.monotonic() - begun < 180 and multiprocessing.active_children() == []
