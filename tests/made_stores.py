@@ -178,6 +178,14 @@ def reading(store):
     return stats.pending_pages > 0 and stats.queue_depth > 0
 
 
+def starves(store, batch):
+    """Whether the planner has taken the batch, and it or one before it has found no slots: a wait that ends says so then."""
+    plan = store._plan
+    active = plan.active[:int(plan.control[p.C_ACTIVE])].tolist()
+    taken = batch._row in active and plan.words[batch._base + p.W_STAGE] in (p.QUEUED, p.PLANNING, p.UNWINDING)
+    return taken and any(plan.words[row * store._line + p.W_STARVED] for row in active)
+
+
 @compiled
 def _borrow(control):
     return atomic_cas(control, s.PLANNER_ASLEEP, np.int64(s.ASLEEP), np.int64(s.BORROWED))

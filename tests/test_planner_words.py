@@ -10,7 +10,7 @@ import weakref
 
 import numpy as np
 import pytest
-from made_stores import assert_served, packed, quiet, until
+from made_stores import assert_served, packed, quiet, starves, until
 
 import ssdgram
 from ssdgram import _plan_state as p
@@ -75,6 +75,7 @@ def test_slots_stay_until_every_gathers_word_arrived(engram, served):
     words[:] = 2, 3                                          # of the first layer's three gathers one is still to come
     late = store.prefetch(engram.tokens(10, 2))
     small = store.prefetch(engram.tokens(1, 3))
+    assert until(lambda: starves(store, late))
     with pytest.raises(ssdgram.StoreBusyError):
         late.wait(timeout_s=0.2)
     assert stage(store, batch._row) == p.UNWINDING and store.stats().oldest_ticket == batch.ticket

@@ -279,8 +279,11 @@ def test_errors_of_the_server_arrive_typed(engram, tmp_path):
         assert caught.value.need > caught.value.have == store.capacity
         with store.prefetch(engram.tokens(15, 1)) as holds:
             holds.wait()
-            with store.prefetch(engram.tokens(15, 2)) as batch, pytest.raises(ssdgram.StoreBusyError) as busy:
-                batch.wait(timeout_s=0.2)
+            starved = server.store.stats().starved
+            with store.prefetch(engram.tokens(15, 2)) as batch:
+                assert until(lambda: server.store.stats().starved > starved)
+                with pytest.raises(ssdgram.StoreBusyError) as busy:
+                    batch.wait(timeout_s=0.2)
             assert busy.value.tickets
         set_fault(server.store, -5)                          # EIO
         with store.prefetch(engram.tokens(5, 3)) as batch, pytest.raises(ssdgram.ReadError) as failed:
