@@ -140,7 +140,7 @@ def test_addresses_stay_until_release(engram, served):
 def test_wait_for_one_layer_then_all(engram, store):
     with store.prefetch(engram.tokens(100)) as batch:
         batch.wait(14)
-        batch.wait(1, timeout_s=5)
+        batch.wait(1)
         batch.wait()
         batch.wait(None, 0)
         assert_served(engram, store, batch, engram.tokens(100))
@@ -167,7 +167,7 @@ def test_a_wait_of_no_time_is_a_look(engram, store):
             begin = time.monotonic()
             with pytest.raises(ssdgram.ReadTimeoutError):
                 batch.wait(timeout_s=timeout_s)
-            assert time.monotonic() - begin < 2
+            assert time.monotonic() - begin < 20             # not the 30 s of a wait
         clear_faults(store)
         batch.wait(timeout_s=math.inf)
         batch.wait(timeout_s=0)

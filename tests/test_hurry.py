@@ -1,10 +1,9 @@
 """Who waits for a batch whose tokens a GPU sends looks for them itself, and then plans the batch; it gives up looking in time."""
 
 import threading
-import time
 
 import numpy as np
-from made_stores import quiet
+from made_stores import quiet, until
 
 from ssdgram import Sequence
 from ssdgram import _plan_state as p
@@ -36,8 +35,7 @@ def test_a_wait_takes_tokens_as_they_come(engram, served, monkeypatch):
     batch = store.prefetch(Sequence(engram.tokens(7)))
     monkeypatch.undo()
     batch._flag = flag.ctypes.data
-    time.sleep(0.01)
-    assert store._plan.words[batch._base + p.W_STAGE] == p.AWAITING
+    assert until(lambda: store._plan.words[batch._base + p.W_STAGE] == p.AWAITING)
     threading.Timer(0.002, lambda: flag.__setitem__(0, batch.ticket)).start()
     batch.wait()
     assert batch._flag == 0
