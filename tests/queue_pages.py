@@ -86,7 +86,7 @@ class Rig:
         self.state.faults[[s.FAULT_AFTER, s.FAULT_RESULT, s.FAULT_FILE]] = after, result, file
         self.state.faults[s.FAULT_TIMES] = times
 
-    def serve(self, indices, priority=s.STEP, timeout_s=10.0):
+    def serve(self, indices, priority=s.STEP, timeout_s=20.0):
         """Push pages and wait for them; their statuses."""
         push(self.state, np.asarray(indices), priority)
         found = collect(self.state, len(indices), timeout_s)
@@ -94,7 +94,7 @@ class Rig:
         return self.state.pages["status"][np.asarray(indices)]
 
     def stop(self, timeout_s=10.0):
-        """Stop the readers; how long they took."""
+        """Stop the readers, within that time; how long they took."""
         begin = time.monotonic()
         self.state.control[s.STOP] = 1
         self.queue.wake_all()
@@ -121,7 +121,7 @@ def running(folder, name, **settings):
         rig.close()
 
 
-def until(condition, timeout_s=5.0):
+def until(condition, timeout_s=20.0):
     """Wait for a condition; whether it came."""
     deadline = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < deadline:

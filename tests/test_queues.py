@@ -5,13 +5,15 @@ import os
 import threading
 import time
 
+import numba
 import numpy as np
 import pytest
 from queue_pages import CODES, PAGES, PER_PAGE, SCALES, Rig, make_columns, running, until
 
 from ssdgram import _state as s
 from ssdgram import queues
-from ssdgram._compiled import compiled
+from ssdgram._calls import give_way
+from ssdgram._compiled import atomic_load_at, compiled, now_ns
 from ssdgram.errors import UnavailableError
 from ssdgram.queues import _faults, _handoff, probe
 from ssdgram.queues.state import collect, file_records, new_state, push
@@ -68,7 +70,7 @@ def test_one_page_at_a_time_and_bursts_after_sleep(columns, name, direct):
             count = int(random.choice([1, 1, 2, 40]))
             for index in range(count):
                 rig.want(index, 0, int(random.integers(PAGES)))
-            assert set(rig.serve(range(count), int(random.integers(2)), timeout_s=3)) == {s.READ_OK}, turn
+            assert set(rig.serve(range(count), int(random.integers(2)))) == {s.READ_OK}, turn
             if turn % 10 == 0:
                 time.sleep(0.002)
 
@@ -99,7 +101,7 @@ def test_background_leaves_room_for_steps(columns, name):
         assert until(lambda: rig.state.control[s.BACKGROUND_IN_FLIGHT] == limit)
         for index in range(100, 150):
             rig.want(index, 0, index % PAGES, [3])
-        assert set(rig.serve(range(100, 150), timeout_s=3)) == {s.READ_OK}
+        assert set(rig.serve(range(100, 150))) == {s.READ_OK}
         rig.check(rows)
         assert rig.state.control[s.BACKGROUND_IN_FLIGHT] == rig.total(s.R_IN_FLIGHT) == limit
         rig.state.faults[s.FAULT_TIMES] = 0
@@ -122,15 +124,30 @@ def test_an_index_in_both_rings_is_read_once(columns, name):
         rig.close()
 
 
+@numba.njit(nogil=False)
+def keep_gil_until(addresses, total, timeout_ns):
+    """Wait for a sum of words, and let no thread run Python meanwhile. Whether it came."""
+    begin = now_ns()
+    while now_ns() - begin < timeout_ns:
+        found = 0
+        for address in addresses:
+            found += atomic_load_at(address)
+        if found == total:
+            return True
+        give_way()
+    return False
+
+
 def test_readers_do_not_need_the_gil(columns, name):
     folder, _ = columns
     with running(folder, name, pages=2048) as rig:
         for index in range(2000):
             rig.want(index, index % 2, index % PAGES)
         rig.serve(range(8))                                  # all set up
+        counts = np.array([rig.state.control[s.reader_line(reader) + s.R_READS:].ctypes.data for reader in range(rig.queue.readers)])
+        keep_gil_until(counts, -1, 0)                        # compiled by now
         push(rig.state, np.arange(2000))
-        sum(range(60_000_000))                               # one C loop that keeps the GIL for about a second
-        assert rig.total(s.R_READS) == 2008
+        assert keep_gil_until(counts, 2008, 20_000_000_000)
 
 
 # ---------------------------------------------------------------- faults
@@ -233,13 +250,13 @@ def test_unanswered_reads_are_reported_and_others_go_on(columns, name):
         for index in range(20):
             rig.want(index, 0, index, [0])
         push(rig.state, np.arange(20))
-        assert len(collect(rig.state, 18, timeout_s=3)) == 18
+        assert len(collect(rig.state, 18)) == 18
         assert until(lambda: rig.total(s.R_IN_FLIGHT) == 2)
         oldest = [int(rig.state.control[s.reader_line(reader) + s.R_OLDEST_NS]) for reader in range(rig.queue.readers)]
         assert all(ns == 0 or before < ns < time.clock_gettime_ns(time.CLOCK_MONOTONIC) for ns in oldest)
         assert any(oldest)
         rig.state.faults[s.FAULT_TIMES] = 0
-        assert len(collect(rig.state, 2, timeout_s=3)) == 2
+        assert len(collect(rig.state, 2)) == 2
         assert until(lambda: rig.total(s.R_OLDEST_NS) == 0)
         rig.check(rows)
 
@@ -260,13 +277,13 @@ def test_stop_with_unanswered_reads_is_bounded(columns, name):
 
 def test_stop_finds_sleeping_and_spinning_readers(columns, name):
     folder, _ = columns
-    for spin_us in (0, 1_000_000):
+    for spin_us in (0, 60_000_000):
         rig = Rig(folder, name, spin_us=spin_us)
         rig.queue.start()
         rig.want(0, 0, 0)
         rig.serve([0])
         time.sleep(0.05)
-        assert rig.stop() < 0.9
+        rig.stop()                                           # long before the spin would end, or at all
         assert not rig.queue.stuck
         states = {int(rig.state.control[s.reader_line(reader) + s.R_STATE]) for reader in range(rig.queue.readers)}
         assert states == {queues.READER_RETURNED}
