@@ -117,7 +117,7 @@ def test_a_client_whose_child_lives_on(engram, tmp_path):
         said(reader)
         assert server.attached == 1
         kill(child)
-        assert until(lambda: server.attached == 0, 3.0)
+        assert until(lambda: server.attached == 0)           # and not after the 20 s of the child
         reader.close()
 
 
@@ -176,11 +176,11 @@ def test_the_server_dies(engram, tmp_path):
         thread = threading.Thread(target=wait)
         thread.start()
         time.sleep(0.005 * death)
-        begin = time.monotonic()
         kill(child)
+        begin = time.monotonic()
         reader.close()
         thread.join(10)
-        assert found and found[0][0] - begin < 1.0
+        assert found and found[0][0] - begin < 1.0           # of its death
         assert "attach again" in str(found[0][1]) and isinstance(found[0][1], ConnectionError)
         time.sleep(0.01)
         begin = time.monotonic()
@@ -208,11 +208,14 @@ def test_the_server_dies_under_a_wait_that_nothing_would_end(engram, tmp_path):
     batch = store.prefetch(engram.tokens(20))
     with pytest.raises(ssdgram.ReadTimeoutError):
         batch.wait(timeout_s=0.1)
-    begin = time.monotonic()
-    threading.Timer(0.2, kill, (child,)).start()
+    died = []
+    killer = threading.Timer(0.2, lambda: (kill(child), died.append(time.monotonic())))
+    killer.start()
     with pytest.raises(ssdgram.ServerDiedError):
         batch.wait(timeout_s=30)
-    assert time.monotonic() - begin < 1.2
+    heard = time.monotonic()
+    killer.join()
+    assert heard - died[0] < 1.0
     batch.release()
     store.close()
     reader.close()
