@@ -60,12 +60,15 @@ def test_killed_at_random_points_and_resumed(source, tmp_path):
     for attempt in range(20 * KILLS):
         out = tmp_path / str(attempt)
         if not killed_after(draw.uniform(0, 1.1 * seconds), ckpt, out):
+            seconds *= 0.9                                   # the machine was busier as the conversion was timed,
             continue
         kills += 1
         if not (out / "manifest.json").exists():             # else the signal came between publishing and the end
             with pytest.raises(ManifestError):
                 Manifest.load(out)
         done = journaled(out)
+        if not done:
+            seconds *= 1.2                                   # ... or it is busier now: the next gets further
         before = files_below(out) if out.exists() else {}
         assert convert(ckpt, out) == whole
         if done:
@@ -75,9 +78,9 @@ def test_killed_at_random_points_and_resumed(source, tmp_path):
                 path = str(out / whole.files[index].path)
                 assert after[path] == before[path]
         assert verify(out, ckpt).ok and not (out / "conversion.journal").exists()
-        if kills == KILLS:
+        if kills >= KILLS and partial > 0:
             break
-    assert kills == KILLS and partial > 0
+    assert kills >= KILLS and partial > 0
 
 
 def test_killed_again_and_again(source, tmp_path):
