@@ -1,8 +1,8 @@
 """The matrix: placement x warmness x batch. Placements take turns on the same steps, block by block, in each of two passes.
 
 A cell is refused rather than shown when it is not what it says: "cold" with more than 1 % of the files in the page cache, "warm"
-with a single bundle missing (of files: 1 % of the bytes). One that fails says so, with its error, and the others go on. It does
-not know what a placement does; it knows when to ask, and what it cost.
+with a single bundle missing (of files: with 1 % of the bytes, and the files not whole in the page cache). One that fails says so,
+with its error, and the others go on. It does not know what a placement does; it knows when to ask, and what it cost.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ssdgram.bench.warmness.text import Span, Step, Text
 
 COLD_SHARE = 0.01                                            # of the files in the page cache, at most
 WARM_SHARE = 0.01                                            # of a warm step's bytes from the drive, at most
+OWN = 1 << 20                                                # bytes that may be pages of libraries, read as they are needed
 TELLING = 16                                                 # tokens of a lookup whose rows/s say something of larger ones
 BLOCKS = 4                                                   # turns of a placement in a cell's pass
 FRESH = 6                                                    # 1 / this of the trace, its end: where never seen positions are taken from
@@ -301,13 +302,23 @@ class Matrix:
         turn.cached_after = self._share(name, placement)
         if turn.status == "ok" and row.warmness == "warm" and any(a.get("misses", 0) + a.get("joined", 0) for a in turn.accounts):
             turn.status, turn.why = "refused", "bundles of a warm step were not resident when it came to it"
-        if turn.status == "ok" and row.warmness == "warm" and turn.spent.drive_bytes > WARM_SHARE * self._useful(turn):
+        if turn.status == "ok" and row.warmness == "warm" and self._read_again(placement, turn):
             turn.status = "refused"
             turn.why = (f"{turn.spent.drive_bytes} bytes of warm steps came from the drive although they were read before: "
                         f"this machine has too little memory to keep the files")
         if turn.times_us and row.tokens >= TELLING:
             rows = len(turn.times_us) * row.tokens * self._rows_a_token()
             self._rates[name, row.warmness, placement.manner(row.tokens)] = rows / sum(turn.times_us) * 1e6
+
+    def _read_again(self, placement: Placement, turn: Turn) -> bool:
+        """Whether what the warm steps asked for came from the drive. The kernel counts a process's bytes, of whatever file: of files that
+        are whole in the page cache before and behind the steps there were none, and a store counts its reads itself."""
+        if isinstance(placement, Ssdgram):
+            return any(account["reads"] for account in turn.accounts)
+        much = turn.spent.drive_bytes > WARM_SHARE * self._useful(turn)
+        if placement.files():
+            return much and min(turn.cached_before, turn.cached_after) < 1
+        return much and turn.spent.drive_bytes > OWN
 
     def _useful(self, turn: Turn) -> int:
         return sum(len(step) for step in turn.done) * self._rows_a_token() * self.text.geometry.row_bytes
