@@ -129,7 +129,7 @@ def main(folder: Path, gib: float, rounds: int, jobs: int, save: bool) -> None:
     click.echo(f"ratio {result['ratio']:.3f} (bar {BAR_RATIO}; whole process {result['process_ratio']:.3f}), "
                f"peak RSS {peak / 2**20:.0f} MiB (bar {BAR_RSS >> 20})")
     if save:
-        write_results("convert", result)
+        click.echo(f"written: {write_results('convert', result)}")
     else:
         click.echo(json.dumps(result["facts"]))
 

@@ -25,6 +25,7 @@ import click
 
 import ssdgram
 from ssdgram.bench.facts import write_results
+from ssdgram.errors import UnavailableError
 
 VERSIONS = {"vllm": "0.33.0", "sglang": "0.5.23"}
 SECTIONS = ("vllm", "time", "vllm_ple", "sglang", "sglang_time")
@@ -52,6 +53,9 @@ def main(peer: Path, folder: Path | None, steps: int, rows: int, table_gib: int,
     from ssdgram.bench import engines_sglang, engines_sglang_time, engines_tp2, engines_vllm, engines_vllm_ple
 
     peer = peer.resolve()
+    found = {name for name in VERSIONS if (peer / name / name / "__init__.py").is_file()}
+    if not found:
+        raise UnavailableError(f"{peer}: neither vllm/vllm nor sglang/sglang is there; `make test-engines` fetches them into .peer/engines")
     for name, version in VERSIONS.items():
         sys.path.insert(0, str(peer / name))
         about = peer / name / f"{name}-{version}.dist-info"  # vLLM takes a package without a version for one without Triton

@@ -16,8 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from ssdgram import machine
+from ssdgram.errors import UnavailableError
 
-RESULTS = Path(__file__).resolve().parent / "results"
+_SOURCE = Path(__file__).resolve().parent                    # bench/ of a checkout, or a folder of the installed package
+_CHECKOUT = (_SOURCE.parent / "pyproject.toml").is_file()
+RESULTS = (_SOURCE if _CHECKOUT else Path.cwd() / "bench") / "results"      # nobody looks for results inside site-packages
 PACKAGES = ("numpy", "numba", "torch", "triton", "libcachesim", "tokenizers")
 
 
@@ -48,7 +51,7 @@ def facts(folder: str | os.PathLike[str] | None = None) -> dict[str, Any]:
     total, available = machine.memory()
     result: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "commit": _program("git", "-C", str(RESULTS.parent), "rev-parse", "--short", "HEAD"),
+        "commit": _program("git", "-C", str(_SOURCE), "rev-parse", "--short", "HEAD") if _CHECKOUT else None,
         "cpu": _match(r"^model name\s*:\s*(.+)$", "/proc/cpuinfo"),
         "cpus": len(os.sched_getaffinity(0)),
         "cpu_quota": machine.cpu_quota(),
@@ -70,8 +73,17 @@ def facts(folder: str | os.PathLike[str] | None = None) -> dict[str, Any]:
 
 
 def write_results(name: str, payload: dict[str, Any]) -> Path:
-    """Write `payload` with the machine's facts (unless it brings its own) to bench/results/NAME.json; the path."""
+    """Write `payload` with the machine's facts (unless it brings its own) to NAME.json in RESULTS: bench/results of the checkout
+    that this runs from, of the current folder if the package is installed. The path."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({"facts": facts(), **payload}, indent=1, sort_keys=False) + "\n")
     return path
+
+
+def need_cuda() -> None:
+    """UnavailableError unless torch sees a CUDA device: said before anything is made or measured."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UnavailableError("no CUDA device: this benchmark measures an NVIDIA GPU; `ssdgram doctor` says what is missing")

@@ -31,7 +31,7 @@ import numpy as np
 
 import ssdgram
 from ssdgram import _cufile
-from ssdgram.bench.facts import facts, write_results
+from ssdgram.bench.facts import facts, need_cuda, write_results
 from ssdgram.bench.material import Material, make
 from ssdgram.errors import SSDGramError
 from ssdgram.store import Store
@@ -263,6 +263,8 @@ def main(folder: Path, rows: int, device: str, dram: str, copy_to: Path | None, 
                  else hot_set(store_folder, folder, device, chosen, dram))
         result.write_text(json.dumps(found))
         os._exit(0)                                          # whatever hangs in a driver stays behind
+    if device == "cuda":
+        need_cuda()
     folder.mkdir(parents=True, exist_ok=True)
     payload: Result = {"facts": facts(folder), "device": device, "rows": rows}
     queues = ["gds", "uring"] if device == "cuda" else ["uring"]

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 import ssdgram
-from ssdgram.bench.facts import facts, write_results
+from ssdgram.bench.facts import facts, need_cuda, write_results
 from ssdgram.store import Tuning
 from ssdgram.tools.synth import expected_rows
 
@@ -227,6 +227,7 @@ def direct_read(path: Path) -> None:
 @click.option("--out", type=click.Path(path_type=Path), default=None, help="a folder that gets a copy of the results")
 def main(folder: Path | None, rows: int, dram: str, rounds: int, crew: int | None, out: Path | None) -> None:
     """Measure the store on a GPU: end to end, memory, hot set."""
+    need_cuda()
     own = folder is None
     folder = folder or Path(tempfile.mkdtemp(prefix="ssdgram-"))
     try:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -27,6 +28,7 @@ import numpy as np
 
 from ssdgram import _state as s
 from ssdgram.bench.facts import facts, write_results
+from ssdgram.errors import ConfigError, UnavailableError
 from ssdgram.queues import choose
 from ssdgram.queues.state import file_records, new_state
 
@@ -34,17 +36,29 @@ PAGE = 4096
 BAR_DISK, BAR_MEMORY, BAR_CPU, BAR_GIL = 0.9, 0.7, 1.3, 0.9
 
 
-def make_file(path: Path, size: int) -> None:
-    """A file of `size` random bytes at `path`, unless there is one of that size or larger."""
-    if path.exists() and path.stat().st_size >= size:
-        return
+def make_file(path: Path, size: int) -> bool:
+    """A file of `size` random bytes at `path`, unless something is there already: that is never written to. Whether it was made.
+
+    ConfigError if what is there is no file of at least `size` bytes: it may be anybody's. A file that could not be finished is removed.
+    """
+    if path.exists():
+        if not path.is_file() or path.stat().st_size < size:
+            what = f"holds {path.stat().st_size} bytes" if path.is_file() else "is no file"
+            raise ConfigError(f"{path} {what}: expected one of at least {size} bytes, which is only read, or a name that is free, where "
+                              "one is made; give another --file, or a smaller --gib")
+        return False
     path.parent.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(0)
-    with open(path, "wb") as file:
-        for _ in range(0, size, 1 << 24):
-            file.write(random.bytes(1 << 24))
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with open(path, "xb") as file:
+            for begin in range(0, size, 1 << 24):
+                file.write(random.bytes(min(1 << 24, size - begin)))
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:                                    # no room, or Ctrl-C: half a file would be refused by the next run
+        path.unlink(missing_ok=True)
+        raise
+    return True
 
 
 def open_direct(path: Path) -> tuple[int, bool]:
@@ -188,21 +202,24 @@ def with_busy_python(path: Path, size: int, depths: list[int], seconds: float, r
 
 @click.command(help=__doc__)
 @click.option("--file", "path", type=click.Path(path_type=Path), default=Path("bench-io.data"), show_default=True,
-              help="File on the drive; made if missing.")
-@click.option("--gib", default=4.0, show_default=True, help="Its size.")
+              help="File on the drive: one that is there is only read; else one is made, and stays.")
+@click.option("--gib", type=click.FloatRange(1e-3), default=4.0, show_default=True, help="Its size, or the part of it that is read.")
 @click.option("--memory-file", type=click.Path(path_type=Path), default=Path("/dev/shm/ssdgram-bench-io"), show_default=True,
-              help="File in memory; removed afterwards.")
-@click.option("--memory-gib", default=1.0, show_default=True, help="Its size; 0: leave it out.")
-@click.option("--depth", "depths", multiple=True, type=int, default=(1, 32, 256), show_default=True)
-@click.option("--seconds", default=2.0, show_default=True, help="Of one run.")
-@click.option("--rounds", default=5, show_default=True)
+              help="File in memory; one that was made is removed afterwards.")
+@click.option("--memory-gib", type=click.FloatRange(0), default=1.0, show_default=True, help="Its size; 0: leave it out.")
+@click.option("--depth", "depths", multiple=True, type=click.IntRange(1, 4096), default=(1, 32, 256), show_default=True)
+@click.option("--seconds", type=click.FloatRange(0.05), default=2.0, show_default=True, help="Of one run.")
+@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
 @click.option("--gil", is_flag=True, help="Instead: each queue alone and beside a computing Python thread.")
 @click.option("--save/--no-save", default=True, help="Write bench/results/io.json (io-gil.json).")
 def main(path: Path, gib: float, memory_file: Path, memory_gib: float, depths: tuple[int, ...], seconds: float, rounds: int,
          gil: bool, save: bool) -> None:
     """Run, print, write."""
     size, memory_size = int(gib * 2**30), int(memory_gib * 2**30)
-    make_file(path, size)
+    if not gil and shutil.which("fio") is None:
+        raise UnavailableError("the program fio is not there: install it (apt install fio), or run with --gil, which needs none")
+    if make_file(path, size):
+        click.echo(f"made {path} ({gib:g} GiB); it stays for the next run: remove it when you are done")
     payload: dict[str, Any] = {"facts": facts(path.parent), "seconds": seconds, "rounds": rounds, "gib": gib}
     if gil:
         payload["busy_python"] = with_busy_python(path, size, list(depths), seconds, rounds)
@@ -211,13 +228,14 @@ def main(path: Path, gib: float, memory_file: Path, memory_gib: float, depths: t
         payload["drive"] = against_fio(path, size, list(depths), seconds, rounds, BAR_DISK)
         if memory_size > 0:
             click.echo("in memory:")
+            own = make_file(memory_file, memory_size)
             try:
-                make_file(memory_file, memory_size)
                 payload["memory"] = against_fio(memory_file, memory_size, list(depths), seconds, rounds, BAR_MEMORY)
             finally:
-                memory_file.unlink(missing_ok=True)
+                if own:
+                    memory_file.unlink(missing_ok=True)
     if save:
-        click.echo(f"written: {write_results('io-gil' if gil else 'io', payload).name}")
+        click.echo(f"written: {write_results('io-gil' if gil else 'io', payload)}")
 
 
 if __name__ == "__main__":

@@ -216,6 +216,8 @@ def main(folder: Path, rows: int, budgets: tuple[str, ...], streams: tuple[int, 
             found.append(row)
             if save:
                 write_results("plan", payload)               # after each row: a run that is ended keeps what it has
+        if save:
+            click.echo(f"written: {RESULTS / 'plan.json'}")
     finally:
         if not keep:
             discard(material)

@@ -252,7 +252,7 @@ def main(chosen: tuple[str, ...], tokens: int, streams: int, sizes: tuple[int, .
             if save:
                 result = {"facts": facts(), "text": trace.about, "streams": streams, "requests": len(x), "speed": pace,
                           "rows": rows}
-                click.echo(f"  written: {write_results(f'policy-{name}', result).name}")
+                click.echo(f"  written: {write_results(f'policy-{name}', result)}")
 
 
 if __name__ == "__main__":

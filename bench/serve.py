@@ -60,7 +60,7 @@ def main(names: tuple[str, ...], folder: Path, rows: int, small_rows: int, dram:
             if save:
                 load = [round(begin[0], 2), round(os.getloadavg()[0], 2)]
                 payload = {"facts": facts(folder), "load": load, "rows_a_column": rows, "dram": dram, "text": about, **result}
-                click.echo(f"  written: {write_results(f'serve-{name}', payload).name}")
+                click.echo(f"  written: {write_results(f'serve-{name}', payload)}")
     finally:
         if not keep:
             discard(small, large)

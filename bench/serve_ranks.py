@@ -172,7 +172,7 @@ def main(folder: Path, rows: int, dram: str, ranks: str, rounds: int, keep: bool
         if save:
             payload = {"facts": facts(folder), "load": [round(load, 2), round(os.getloadavg()[0], 2)], "rows_a_column": rows, "dram": dram,
                        "rounds": rounds, "ranks": result}
-            click.echo(f"written: {write_results('serve-ranks', payload).name}")
+            click.echo(f"written: {write_results('serve-ranks', payload)}")
     finally:
         if not keep:
             discard(material)
