@@ -23,21 +23,22 @@ class Pool:
         return self.context.index_select(0, ngram_indices)
 
 
-def module_of(pool, geometry, fp8=False):
+def module_of(pool, geometry, fp8=False, world=1):
     """A fresh stand-in for sglang.srt.models.qwen4_exp."""
     module = types.ModuleType("sglang.srt.models.qwen4_exp")
-    module.gather_dp_tokens = False
+    module.gather_dp_tokens, module.world = False, world
 
     class VocabParallelEmbedding(nn.Module):
         """Built on the meta device where it is only looked at."""
 
         def __init__(self, num_embeddings, embedding_dim, dtype):
             super().__init__()
+            self.tp_size, self.use_attn_tp_group = module.world, False
             self.embedding_dim, self.num_added_embeddings, self.org_vocab_size = embedding_dim, 0, num_embeddings
             self.weight = nn.Parameter(torch.empty(num_embeddings, embedding_dim, dtype=dtype, device="meta"), requires_grad=False)
 
     class Qwen4ExpPinnedHostEmbedding(VocabParallelEmbedding):
-        _COPIED_ATTRIBUTES = ("embedding_dim", "num_added_embeddings", "org_vocab_size")
+        _COPIED_ATTRIBUTES = ("embedding_dim", "num_added_embeddings", "org_vocab_size", "tp_size", "use_attn_tp_group")
 
         def __init__(self, embedding, *, backend="pinned", table_dir=None):
             raise AssertionError("a table was allocated")

@@ -74,8 +74,9 @@ class HookRegistry:
             setattr(holder, name, classmethod(wrap()) if is_class else wrap())
 
 
-def install(monkeypatch, broken=None):
-    """Put stand-ins into sys.modules; the module of `srt.layers.engram`."""
+def install(monkeypatch, broken=None, world=1, rank=0):
+    """Put stand-ins into sys.modules; the module of `srt.layers.engram`. `engram.added`: what was given to all-reduces, which are left to
+    the test."""
     registry = HookRegistry(broken)
     names = ("sglang", "sglang.srt", "sglang.srt.plugins", "sglang.srt.plugins.hook_registry", "sglang.srt.layers",
              "sglang.srt.layers.engram", "sglang.srt.layers.engram_staging",
@@ -93,8 +94,16 @@ def install(monkeypatch, broken=None):
     hooks.HookRegistry, hooks.HookType = registry, HookType
     engram = modules["sglang.srt.layers.engram"]
     engram.FP8_BLOCK_SIZE, engram.MM_PAD_SHIFT_VALUE = 32, 1_000_000
-    engram.parallel = types.SimpleNamespace(attn_cp_size=1, tp_size=1)
+    group = types.SimpleNamespace(rank_in_group=rank, world_size=world, cpu_group=None, unique_name="tp:0")
+    engram.parallel = types.SimpleNamespace(attn_cp_size=1, attn_dp_size=1, tp_size=world, tp_group=group, attn_tp_group=group)
     engram.get_parallel = lambda: engram.parallel
+    engram.added = []
+
+    def inplace_all_reduce(tensor, group_name):
+        assert group_name == group.unique_name and tensor.dtype == torch.int32
+        engram.added.append(tensor)
+
+    engram.inplace_all_reduce = inplace_all_reduce
     engram.model = types.SimpleNamespace(model_path="/nowhere", load_format="auto", weight_loader_disable_mmap=False,
                                          weight_loader_prefetch_checkpoints=False)
     engram.get_model = lambda: engram.model

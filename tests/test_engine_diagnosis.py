@@ -38,6 +38,7 @@ def test_active_where_everything_is_as_it_should_be(all_well):
     ({"SSDGRAM_DRAM": "much"}, "budgets", "much"),
     ({"SSDGRAM_DRAM": "900TiB"}, "budgets", "this machine has"),
     ({"SSDGRAM_SPEED": "1"}, "settings", "no such setting"),
+    ({"SSDGRAM_SPLIT": "owner"}, "SSDGRAM_SPLIT", "set SSDGRAM_SPLIT=columns"),
     ({"VLLM_PLUGINS": "other"}, "VLLM_PLUGINS", "other"),
     ({"VLLM_PLUGINS": ""}, "VLLM_PLUGINS", "empty"),
 ])
@@ -45,6 +46,11 @@ def test_what_is_wrong_has_a_line_and_is_in_the_verdict(all_well, change, subjec
     findings = verdicts({**all_well, **change})
     assert findings[subject].verdict == MISSING and text in findings[subject].found and findings[subject].advice
     assert findings["plug-in"].found.startswith("would not be active: ") and subject in findings["plug-in"].found
+
+
+def test_ranks_that_divide_the_tables_are_told(all_well):
+    findings = verdicts({**all_well, "SSDGRAM_SPLIT": "columns"})
+    assert findings["SSDGRAM_SPLIT"].found.startswith("columns: each rank") and findings["plug-in"].verdict == OK
 
 
 def test_ple_stores_are_told_by_their_encoding(all_well, ple):

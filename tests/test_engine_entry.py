@@ -85,6 +85,7 @@ def test_changed_ple_files_end_the_import_of_their_model(package, module):
 @pytest.mark.parametrize(("name", "value", "message"), [
     ("SSDGRAM_DRAMM", "1GiB", "SSDGRAM_DRAMM: no such setting; the plug-in knows SSDGRAM_STORE, SSDGRAM_DRAM"),
     ("SSDGRAM_EARLY", "many", "SSDGRAM_EARLY='many': expected a number"),
+    ("SSDGRAM_SPLIT", "rows", "SSDGRAM_SPLIT='rows': expected one of none, columns, owner"),
     ("SSDGRAM_TIMEOUT", "-1", "SSDGRAM_TIMEOUT='-1': expected a number"),
 ])
 def test_settings_that_are_wrong_are_named(name, value, message):

@@ -29,15 +29,33 @@ def test_vllms_ple_classes_give_the_same_bits_with_the_plug_in(tmp_path):
         assert found["rows_of_our_tables"] == 0
 
 
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory):
+    """(checkpoint, store) of the real model's shape, with few rows."""
+    folder = tmp_path_factory.mktemp("tables")
+    checkpoint = ssdgram.synthesize(folder / "checkpoint", vocab_size=1000, seed=1, hidden_size=64, tokenizer=TOKENIZER)
+    ssdgram.convert(checkpoint, folder / "store")
+    return checkpoint, folder / "store"
+
+
 @pytest.mark.timeout(600)
-def test_vllms_engram_layers_with_tp_2_give_the_same_rows_from_one_server(tmp_path):
+def test_vllms_engram_layers_with_tp_2_give_the_same_rows_from_one_server(tables):
     import tp2_on_cpu
 
     from ssdgram.bench import engines_tp2
 
-    checkpoint = ssdgram.synthesize(tmp_path / "checkpoint", vocab_size=1000, seed=1, hidden_size=64, tokenizer=TOKENIZER)
-    ssdgram.convert(checkpoint, tmp_path / "store")
-    found = engines_tp2.identity(checkpoint, tmp_path / "store", steps=12, timeout_s=240, work=tp2_on_cpu.vllm_work)
-    assert found["not_as_wanted"] == {"outputs": 0, "ranks_differ": 0, "bytes_read": 0, "held": 0}
+    found = engines_tp2.identity(*tables, steps=12, timeout_s=240, work=tp2_on_cpu.vllm_work)
+    assert found["not_as_wanted"] == {"outputs": 0, "bytes_read": 0, "held": 0}
     assert [rank["columns_of_the_stock_table"] for rank in found["two_ranks"]["ranks"]] == [[12, 12], [12, 12]]
     assert found["two_ranks"]["bytes_read"] > 0
+
+
+@pytest.mark.timeout(300)
+def test_vllms_engram_layers_with_tp_2_gather_the_columns_of_two_stores(tables):
+    import tp2_on_cpu
+
+    from ssdgram.bench import engines_tp2
+
+    ranks = engines_tp2.measure(tp2_on_cpu.vllm_columns_work, *tables, world=2, steps=12, timeout_s=240)["ranks"]
+    assert [rank["wrong"] for rank in ranks] == [0, 0] and all(rank["reads"] > 0 for rank in ranks)
+    assert [rank["columns"] for rank in ranks] == [list(range(12)), list(range(12, 24))]

@@ -8,6 +8,7 @@ import pytest
 import sglang_stubs
 import torch
 from fake_cuda import FakeCuda
+from rank_groups import added, agreeing
 from sglang_stubs import ForwardMode
 
 import ssdgram
@@ -28,11 +29,11 @@ def values(made, layer, tokens, **context):
 class Server:
     """A model with its Engram layers, the scheduler's stager, a decode graph runner, and the requests that it serves."""
 
-    def __init__(self, made, monkeypatch, image=IMAGE):
+    def __init__(self, made, monkeypatch, image=IMAGE, world=1, rank=0):
         monkeypatch.setenv("SSDGRAM_STORE", str(made.out))
         monkeypatch.setenv("SSDGRAM_DRAM", "8MiB")
         self.made, self.image = made, image
-        self.engram = sglang_stubs.install(monkeypatch)
+        self.engram = sglang_stubs.install(monkeypatch, world=world, rank=rank)
         self.cuda = FakeCuda(monkeypatch)
         plugin.register()
         self.layers = [self.engram.Engram(made.geometry, layer) for layer in made.geometry.layers]
@@ -280,6 +281,104 @@ def test_prompts_are_fetched_while_they_wait(server):
     misses = sum(server.backend.store.stats().misses.values())
     server.prefill({"a": 50})
     assert sum(server.backend.store.stats().misses.values()) == misses
+
+
+# ---------------------------------------------------------------- ranks that share no memory
+
+
+class OneOfSeveral(Server):
+    """A rank that owns bundles: its steps' rows are kept, each with what it should be once those of all ranks are added up."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.kept = []
+
+    def check(self, rows, scheduled):
+        given = self.engram.added[-len(self.layers):]
+        if not self.graph:                                   # a replayed graph has captured its sum
+            assert [part.data_ptr() for part in rows] == [part.data_ptr() for part in given]         # the sum is what a layer gets
+        self.kept.append((rows, dict(scheduled), dict(self.done)))
+
+    def decode(self, names, graph=False, block=1):
+        self.graph = graph
+        super().decode(names, graph, block)
+        self.graph = False
+
+    graph = False
+
+
+@pytest.mark.parametrize(("world", "on_host"), [(2, True), (2, False), (5, True)])
+def test_ranks_that_own_bundles_give_them_to_sglangs_sum(engram, monkeypatch, world, on_host):
+    monkeypatch.setenv("SSDGRAM_SPLIT", "owner")
+    agreeing(monkeypatch)
+    ranks = []
+    for rank in range(world):
+        server = OneOfSeveral(engram, monkeypatch, world=world, rank=rank)
+        assert server.backend.store._owner == (rank, world)
+        generator = np.random.default_rng(4)
+        for name in "abc":
+            server.add(name, drawn(server, generator, 50))
+        captured = server.capture(8)
+        buffers = [layer.embed.graph_rows.data_ptr() for layer in server.layers]
+        assert [part.data_ptr() for part in captured] == [part.data_ptr() for part in server.engram.added[-len(captured):]]
+        assert not {part.data_ptr() for part in captured} & set(buffers)     # a sum into the buffer would grow behind a batch's rows
+        for number in range(20):
+            names = [name for name in "abc" if generator.random() < 0.7 and server.done[name] < 40] or ["c"]
+            if number % 2:
+                server.prefill({name: int(generator.integers(1, 5)) for name in names}, padded=number % 3, on_host=on_host)
+            else:
+                server.decode(names, graph=number % 4 == 0)
+        assert server.backend.stager.counts.graph_steps > 0
+        server.backend.stager.close()
+        plugin._backend.clear()
+        ranks.append(server)
+    for kept in zip(*(server.kept for server in ranks)):
+        _, scheduled, server.done = kept[0]
+        Server.check(server, [added(parts) for parts in zip(*(rows for rows, _, _ in kept))], scheduled)
+    shapes = [[tuple(part.shape) for part in server.engram.added] for server in ranks]
+    assert all(other == shapes[0] for other in shapes)       # else a rank would wait for ever
+
+
+def test_idle_batches_without_tokens_add_nothing_up(engram, monkeypatch):
+    monkeypatch.setenv("SSDGRAM_SPLIT", "owner")
+    agreeing(monkeypatch)
+    server = OneOfSeveral(engram, monkeypatch, world=2)
+    for layer in server.layers:
+        layer.embed(torch.zeros(0, 12, dtype=torch.int64), types.SimpleNamespace(forward_mode=ForwardMode.IDLE))
+    assert server.engram.added == []
+    server.backend.stager.close()
+    plugin._backend.clear()
+
+
+def test_ranks_with_all_rows_each_add_nothing_up(engram, monkeypatch):
+    agreeing(monkeypatch)
+    server = Server(engram, monkeypatch, world=2, rank=1)
+    server.add("a", range(20, 30))
+    server.prefill({"a": 4})
+    server.decode("a")
+    assert server.engram.added == []
+    server.backend.stager.close()
+    plugin._backend.clear()
+
+
+def test_ranks_that_do_not_serve_the_same_do_not_serve(engram, monkeypatch):
+    agreeing(monkeypatch, others="ManifestError: /store/manifest.json is missing")
+    with pytest.raises(ssdgram.ConfigError, match=r"rank 1 on there: ManifestError: /store/manifest\.json is missing"):
+        Server(engram, monkeypatch, world=2)
+
+
+@pytest.mark.parametrize(("split", "data_parallel", "message"), [
+    ("columns", 1, "SSDGRAM_SPLIT=columns: SGLang adds up the rows.*set SSDGRAM_SPLIT=owner"),
+    ("owner", 2, "data-parallel attention have different tokens"),
+])
+def test_splits_that_sglang_cannot_put_together_are_refused(engram, monkeypatch, split, data_parallel, message):
+    monkeypatch.setenv("SSDGRAM_STORE", str(engram.out))
+    monkeypatch.setenv("SSDGRAM_SPLIT", split)
+    module = sglang_stubs.install(monkeypatch, world=2)
+    module.parallel.attn_dp_size = data_parallel
+    plugin.register()
+    with pytest.raises(ssdgram.ConfigError, match=message):
+        module.Engram(engram.geometry, 1)
 
 
 # ---------------------------------------------------------------- refusals

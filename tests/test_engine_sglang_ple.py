@@ -11,6 +11,7 @@ import torch
 from checkpoints import small_ple
 from fake_cuda import FakeCuda
 from made_stores import Made
+from rank_groups import added, agreeing
 from sglang_stubs import ForwardMode
 
 import ssdgram
@@ -28,15 +29,15 @@ def made(tmp_path_factory, request):
 class Server:
     """A model with its PLE layers, a decode graph runner, and the requests that it serves."""
 
-    def __init__(self, made, monkeypatch, store=None, fp8=None, spoil=lambda part: None):
+    def __init__(self, made, monkeypatch, store=None, fp8=None, spoil=lambda part: None, world=1, rank=0):
         self.made, geometry = made, made.geometry
         monkeypatch.setenv("SSDGRAM_STORE", str(store or made.out))
         monkeypatch.setenv("SSDGRAM_DRAM", "8MiB")
-        self.engram = sglang_stubs.install(monkeypatch)
+        self.engram = sglang_stubs.install(monkeypatch, world=world, rank=rank)
         self.cuda = FakeCuda(monkeypatch)
         plugin.register()
         self.pool = sglang_ple_stubs.Pool(geometry.max_ngram - 1, geometry.eos_token_id)
-        self.module = sglang_ple_stubs.module_of(self.pool, geometry, geometry.encoding != "bf16" if fp8 is None else fp8)
+        self.module = sglang_ple_stubs.module_of(self.pool, geometry, geometry.encoding != "bf16" if fp8 is None else fp8, world)
         ple.patch(self.module)
         config = types.SimpleNamespace(ple_offload_embedding=False)
         self.layers = [self.module.Qwen4ExpPLELayer(config, layer_id=layer) for layer in geometry.layers]
@@ -96,6 +97,9 @@ class Server:
             rows = self.forward(batch)
         for name, count in scheduled.items():
             self.done[name] += count
+        self.compare(rows, scheduled)
+
+    def compare(self, rows, scheduled):
         for layer, found in zip(self.made.geometry.layers, rows):
             parts = []
             for name, count in scheduled.items():
@@ -159,6 +163,51 @@ def test_prefill_and_decode_give_a_fresh_runs_rows(server):
         else:
             server.step(dict.fromkeys(names, 1), ForwardMode.DECODE, graph=number % 4 == 0)
     assert server.backend.stager.counts.graph_steps > 0
+
+
+class OneOfSeveral(Server):
+    """A rank that owns bundles: its steps' rows are kept, to be added up with those of the others."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.kept = []
+
+    def compare(self, rows, scheduled):
+        self.kept.append((rows, dict(scheduled), dict(self.done)))
+
+
+def test_ranks_that_own_bundles_give_them_to_sglangs_sum(made, monkeypatch):
+    monkeypatch.setenv("SSDGRAM_SPLIT", "owner")
+    agreeing(monkeypatch)
+    ranks = []
+    for rank in range(2):
+        server = OneOfSeveral(made, monkeypatch, world=2, rank=rank)
+        generator = np.random.default_rng(4)
+        for name in "abc":
+            server.add(name, drawn(server, generator, 60))
+        server.capture(8)
+        for number in range(16):
+            names = [name for name in "abc" if generator.random() < 0.7 and server.done[name] < 40] or ["c"]
+            before = len(server.engram.added)
+            if number % 2:
+                server.step({name: int(generator.integers(1, 5)) for name in names}, padded=number % 3)
+            else:
+                server.step(dict.fromkeys(names, 1), ForwardMode.DECODE, graph=number % 4 == 0)
+            assert len(server.engram.added) - before == (0 if number % 4 == 0 else len(server.layers))     # a replay has its own
+        server.backend.stager.close()
+        plugin._backend.clear()
+        ranks.append(server)
+    for kept in zip(*(server.kept for server in ranks)):
+        _, scheduled, server.done = kept[0]
+        Server.compare(server, [added(parts) for parts in zip(*(rows for rows, _, _ in kept))], scheduled)
+    shapes = [[tuple(part.shape) for part in server.engram.added] for server in ranks]
+    assert shapes[0] == shapes[1]
+
+
+def test_columns_are_refused_where_rows_are_added_up(made, monkeypatch):
+    monkeypatch.setenv("SSDGRAM_SPLIT", "columns")
+    with pytest.raises(ssdgram.ConfigError, match=r"SGLang adds up the rows of a PLE table.*set SSDGRAM_SPLIT=owner"):
+        Server(made, monkeypatch, world=2)
 
 
 def test_verification_looks_up_every_draft_and_a_rejected_one_leaves_nothing(server):

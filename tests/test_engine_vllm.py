@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from fake_cuda import FakeCuda
+from rank_groups import Group, agreeing
 from vllm_stubs import Breakable, CUDAGraphMode, Layout, NgramHashState, Requests, config, dummy_batch, engram_module, state_module
 
 import ssdgram
@@ -26,12 +27,16 @@ def values(made, layer, tokens, **context):
 class Server:
     """A model with its Engram layers and its state, changed by the plug-in, and the requests that it serves."""
 
-    def __init__(self, made, monkeypatch, store=None, **options):
+    def __init__(self, made, monkeypatch, store=None, group=None):
         self.made = made
         monkeypatch.setenv("SSDGRAM_STORE", str(store or made.out))
         monkeypatch.setenv("SSDGRAM_DRAM", "8MiB")
         self.cuda = FakeCuda(monkeypatch)
-        self.module, states = engram_module(**options), state_module()
+        world, rank = (1, 0) if group is None else (group.world_size, group.rank_in_group)
+        monkeypatch.setattr(plugin, "tp_group", lambda parallel: group if parallel.tensor_parallel_size > 1 else None)
+        self.module, states = engram_module(world, rank), state_module()
+        self.module.config = config(world=world, rank=rank)
+        self.module.tensor_model_parallel_all_gather = None if group is None else group.all_gather
         plugin.patch_engram(self.module)
         plugin.patch_state(states)
         self.layout = Layout(made.geometry)
@@ -296,6 +301,84 @@ def test_a_server_that_takes_less_than_a_step_is_refused(engram, monkeypatch, tm
     with serving(engram, tmp_path, check=False, positions=32) as service, \
             pytest.raises(ssdgram.ConfigError, match="--batch-tokens 64"):
         Server(engram, monkeypatch, store=service.path)
+
+
+# ---------------------------------------------------------------- ranks that share no memory
+
+
+def mixed_steps(server, seed=5):
+    """Steps of prefill and decode in every mode: what the layers would read, and what they should, of each."""
+    generator, found = np.random.default_rng(seed), []
+    server.capture_piecewise(16)
+    for name in "abc":
+        server.requests.add(name, drawn(server, generator, 60))
+    for number in range(18):
+        chosen = [name for name in "abc" if server.requests.computed[name] < 50 and generator.random() < 0.8] or ["c"]
+        scheduled = {name: int(generator.integers(1, 4)) for name in chosen}
+        rows = server.step(scheduled, mode=list(MODES)[number % 3], padded=number % 2)
+        found.append((rows, server.wanted(scheduled)))
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3, 6])
+def test_ranks_that_hold_columns_give_them_to_vllms_gather(engram, monkeypatch, world):
+    """Each rank by itself goes through the same steps. Side by side their rows are those of one store, and their gathers agree."""
+    monkeypatch.setenv("SSDGRAM_SPLIT", "columns")
+    agreeing(monkeypatch)
+    runs, groups, share = [], [Group(rank, world) for rank in range(world)], engram.geometry.columns // world
+    for group in groups:
+        server = Server(engram, monkeypatch, group=group)
+        assert list(server.stager.store.columns) == list(range(group.rank_in_group * share, (group.rank_in_group + 1) * share))
+        assert all(layer.staged_rows.shape[1:] == (share, engram.geometry.row_dim) for layer in server.layers)
+        runs.append(mixed_steps(server))
+        assert server.stager.counts.graph_steps == 6 and server.stager.store.stats().reads > 0
+        server.stager.close()
+    for steps in zip(*runs):
+        for layer, wanted in enumerate(steps[0][1]):
+            rows = torch.cat([rows[layer] for rows, _ in steps], dim=1)
+            np.testing.assert_array_equal(rows.view(torch.int16).numpy().view(np.uint16), wanted)
+    assert groups[0].shapes and all(group.shapes == groups[0].shapes for group in groups)
+
+
+def test_ranks_that_do_not_serve_the_same_do_not_serve(engram, monkeypatch):
+    agreeing(monkeypatch, others="SSDGRAM_SPLIT=columns, generation 00000000000000ff")
+    with pytest.raises(ssdgram.ConfigError, match=r"rank 0 on here: SSDGRAM_SPLIT=none, .*; rank 1 on there: SSDGRAM_SPLIT=columns"):
+        Server(engram, monkeypatch, group=Group(0, 2))
+
+
+def test_ranks_with_all_rows_each_gather_nothing(engram, monkeypatch):
+    agreeing(monkeypatch)
+    group = Group(1, 2)
+    server = Server(engram, monkeypatch, group=group)
+    server.requests.add("a", engram.tokens(9).tolist())
+    server.check({"a": 9})
+    assert group.given == []
+    server.stager.close()
+
+
+@pytest.mark.parametrize(("split", "world", "message"), [
+    ("columns", 5, "12 columns cannot be divided evenly among 5 ranks"),
+    ("owner", 2, "SSDGRAM_SPLIT=owner: vLLM gathers whole columns.*set SSDGRAM_SPLIT=columns"),
+])
+def test_splits_that_vllm_cannot_put_together_are_refused_as_the_model_is_built(engram, monkeypatch, split, world, message):
+    monkeypatch.setenv("SSDGRAM_SPLIT", split)
+    with pytest.raises(ssdgram.ConfigError, match=message):
+        Server(engram, monkeypatch, group=Group(0, world))
+
+
+def test_a_server_is_not_split(engram, monkeypatch, tmp_path):
+    from served_stores import serving
+
+    monkeypatch.setenv("SSDGRAM_SPLIT", "columns")
+    with serving(engram, tmp_path, check=False) as service, pytest.raises(ssdgram.ConfigError, match="nothing to split: unset"):
+        Server(engram, monkeypatch, store=service.path, group=Group(0, 2))
+
+
+def test_a_node_without_the_store_says_which_it_is(engram, monkeypatch, tmp_path):
+    import socket
+
+    with pytest.raises(ssdgram.ManifestError, match=f"SSDGRAM_STORE on {socket.gethostname()}: .*Every node needs"):
+        Server(engram, monkeypatch, store=tmp_path / "elsewhere", group=Group(1, 2))
 
 
 # ---------------------------------------------------------------- refusals

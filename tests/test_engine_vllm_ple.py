@@ -8,11 +8,13 @@ import torch
 from checkpoints import small_ple
 from fake_cuda import FakeCuda
 from made_stores import Made
+from rank_groups import Group, added, agreeing
 from vllm_ple_stubs import Fp8Method, Method, NvFp4Method, ngram_module, state_module
 from vllm_stubs import Breakable, CUDAGraphMode, Requests, dummy_batch
 
 import ssdgram
 from ssdgram.engines.vllm import ple as plugin
+from ssdgram.engines.vllm import plugin as vllm
 
 MODES = CUDAGraphMode
 METHODS = {"bf16": Method, "fp8_global": Fp8Method}
@@ -29,12 +31,14 @@ def made(tmp_path_factory, request):
 class Server:
     """A model with its PLE layers and its state, changed by the plug-in, and the requests that it serves."""
 
-    def __init__(self, made, monkeypatch, store=None, world=1, rank=0, offload=True, parallel=False):
-        self.made, geometry = made, made.geometry
+    def __init__(self, made, monkeypatch, store=None, world=1, rank=0, offload=True, parallel=False, data_parallel=2):
+        self.made, geometry, self.group = made, made.geometry, Group(rank, world)
         monkeypatch.setenv("SSDGRAM_STORE", str(store or made.out))
         monkeypatch.setenv("SSDGRAM_DRAM", "8MiB")
         self.cuda = FakeCuda(monkeypatch)
+        monkeypatch.setattr(vllm, "tp_group", lambda parallel: self.group if parallel.tensor_parallel_size > 1 else None)
         self.module, states = ngram_module(world, rank), state_module(geometry.max_ngram - 1, geometry.eos_token_id)
+        self.module.group, self.module.data_parallel = self.group, data_parallel
         plugin.patch_ngram(self.module)
         plugin.patch_state(states)
         self.layers = [self.module.Qwen4ExpNGramEmbedding(geometry, layer, METHODS[geometry.encoding](), offload, parallel)
@@ -84,7 +88,9 @@ class Server:
             self.forward(count)
 
     def check(self, scheduled, **options):
-        rows = self.step(scheduled, **options)
+        self.compare(self.step(scheduled, **options), scheduled)
+
+    def compare(self, rows, scheduled):
         for layer, found in zip(self.made.geometry.layers, rows):
             parts = []
             for name, count in scheduled.items():
@@ -171,6 +177,7 @@ def test_dummy_batches_and_captures_read_nothing(server):
 
 
 def test_sequence_parallel_ranks_cut_their_chunk_and_add_nothing(made, monkeypatch):
+    agreeing(monkeypatch)
     tokens = made.tokens(7, 3).tolist()
     for rank in range(2):
         server = Server(made, monkeypatch, world=2, rank=rank, parallel=True)
@@ -179,7 +186,43 @@ def test_sequence_parallel_ranks_cut_their_chunk_and_add_nothing(made, monkeypat
         for layer, found in zip(made.geometry.layers, rows):
             wanted = made.values(layer, np.array(tokens)).reshape(7, -1)[rank * 4:(rank + 1) * 4]
             np.testing.assert_array_equal(found.view(torch.int16).numpy().view(np.uint16)[:len(wanted)], wanted)
+        assert server.group.given == []
         server.stager.close()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_that_own_bundles_give_them_to_vllms_sum(made, monkeypatch, world):
+    """Each rank by itself goes through the same steps. Added up as whole numbers their rows are those of one store."""
+    monkeypatch.setenv("SSDGRAM_SPLIT", "owner")
+    agreeing(monkeypatch)
+    runs, groups = [], []
+    for rank in range(world):
+        server = Server(made, monkeypatch, world=world, rank=rank, data_parallel=1)
+        generator = np.random.default_rng(6)
+        server.capture_piecewise(16)
+        for name in "ab":
+            server.requests.add(name, drawn(server, generator, 60))
+        steps = [({"a": int(generator.integers(1, 4)), "b": 1}, mode) for mode in list(MODES) * 4]
+        runs.append([[part.clone() for part in server.step(scheduled, mode=mode, padded=1)] for scheduled, mode in steps])
+        groups.append(server.group)
+        server.stager.close()
+    server.requests.computed = dict.fromkeys("ab", 0)
+    for (scheduled, _), rows in zip(steps, zip(*runs)):
+        for name, count in scheduled.items():
+            server.requests.computed[name] += count
+        server.compare([added(parts) for parts in zip(*rows)], scheduled)
+    assert groups[0].shapes and {dtype for _, dtype in groups[0].shapes} == {torch.int8}
+    assert all(group.shapes == groups[0].shapes for group in groups)
+
+
+@pytest.mark.parametrize(("split", "data_parallel", "message"), [
+    ("columns", 1, "SSDGRAM_SPLIT=columns: vLLM adds up the rows of a PLE table.*set SSDGRAM_SPLIT=owner"),
+    ("owner", 2, "data-parallel ranks too.*embedding_across_dp"),
+])
+def test_splits_that_vllm_cannot_put_together_are_refused(made, monkeypatch, split, data_parallel, message):
+    monkeypatch.setenv("SSDGRAM_SPLIT", split)
+    with pytest.raises(ssdgram.ConfigError, match=message):
+        Server(made, monkeypatch, world=2, data_parallel=data_parallel)
 
 
 def test_two_ranks_that_attach_to_a_server_read_once(made, monkeypatch, tmp_path):

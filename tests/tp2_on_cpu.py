@@ -58,7 +58,12 @@ def sleeping_work(rank):
     time.sleep(600)
 
 
-def vllm_work(rank):
+def vllm_columns_work(rank):
+    """As vllm_work, each rank with a store of its own columns."""
+    return vllm_work(rank, split="columns")
+
+
+def vllm_work(rank, split="none"):
     """vLLM's own Engram layers with TP, over gloo, with and without the plug-in: the rows of all columns as `embed` gives them."""
     import json
     import sys
@@ -66,16 +71,16 @@ def vllm_work(rank):
     from types import SimpleNamespace
 
     folder = Path(os.environ.get("SSDGRAM_TEST_ENGINES", Path(__file__).parents[1] / ".peer/engines"))
-    os.environ.update(CUDA_VISIBLE_DEVICES="", SSDGRAM_STORE=str(rank.socket))
+    os.environ.update(CUDA_VISIBLE_DEVICES="", SSDGRAM_STORE=str(rank.socket if split == "none" else rank.store), SSDGRAM_SPLIT=split,
+                      SSDGRAM_DRAM="64MiB")
     sys.path.insert(0, str(folder / "vllm"))
     sys.path.append(str(folder / "site"))
     import torch
     from _pytest.monkeypatch import MonkeyPatch
     from fake_cuda import FakeCuda
 
+    import ssdgram
     from ssdgram.bench import engines_vllm
-    from ssdgram.engines import opening
-    from ssdgram.engines.settings import Settings
     from ssdgram.engines.vllm import plugin
 
     vllm = engines_vllm.Vllm(rank.checkpoint, "cpu", rank=rank.rank, world=rank.world, rendezvous=rank.rendezvous,
@@ -96,15 +101,18 @@ def vllm_work(rank):
     vllm.config.engram_config.cpu_offload = False
     stock, ours = vllm.layers(vllm.stock_class), vllm.layers(vllm.module.Engram)
     engines_vllm.load_weights(vllm, rank.checkpoint, stock, ours)
-    store = opening.open_store(Settings(store=str(rank.socket)), layers=vllm.layout.layer_ids, device="cpu", engine="vllm", rank=rank.rank)
-    inputs = engines_vllm.Steps("cpu", store._vocabulary, -1, seed=1, longest=400)
-    state = engines_vllm.state_for(store, ours, inputs.window, full=False)
+    geometry, token_map = ssdgram.Manifest.load(rank.store).geometry, np.load(rank.store / "token_map.npy")
+    inputs = engines_vllm.Steps("cpu", geometry.vocabulary(geometry.checked_map(token_map)), -1, seed=1, longest=400)
+    state = SimpleNamespace(lookback_token_ids=inputs.window)
+    hasher = vllm.hash_state(SimpleNamespace(_token_map=token_map))
+    plugin.attach(state, vllm.config, torch.nn.ModuleList([*ours, hasher]), torch.device("cpu"))
+    store = getattr(state, plugin.STAGER).store
     requests = SimpleNamespace(req_id_to_index={str(number): number for number in range(engines_vllm.REQUESTS)})
-    token_map, wrong = opening._map_of(store), 0
+    wrong = 0
     for number in range(rank.steps):
         scheduled = inputs.draw(decode_only=False)
         batch = inputs.prepare(scheduled)
-        ids = np.concatenate([store.geometry.row_ids(inputs.tokens[r, :inputs.done[r]], token_map)[-n:] for r, n in scheduled.items()])
+        ids = np.concatenate([geometry.row_ids(inputs.tokens[r, :inputs.done[r]], token_map)[-n:] for r, n in scheduled.items()])
         state._ssdgram_full = bool(number % 2)
         plugin.begin_step(state, batch, requests)
         for index, (theirs, layer) in enumerate(zip(stock, ours)):
@@ -113,6 +121,8 @@ def vllm_work(rank):
             layer.prepare_embeddings(hashes)
             wanted, found = theirs.embed(hashes), layer.embed(hashes)
             wrong += not torch.equal(wanted.view(torch.int16), found.view(torch.int16))
+    reads = store.stats().reads
     store.close()
     return {"wrong": int(wrong), "columns_of_the_stock_table": [layer.embed_tokens.part_n_hash_cols for layer in stock],
+            "columns": list(store.columns), "reads": reads,
             "config": json.dumps(vllm.config.parallel_config.tensor_parallel_size)}

@@ -46,7 +46,8 @@ class NvFp4Method(Method):
 
 def ngram_module(world=1, rank=0):
     """A fresh stand-in for vllm.models.qwen4_exp.nvidia.ngram_embedding, as the plug-in finds it. `module.config` is the current one."""
-    module = types.SimpleNamespace(config=config(), Qwen4ExpPLENvFp4EmbeddingMethod=NvFp4Method)
+    module = types.SimpleNamespace(config=config(world=world, rank=rank), Qwen4ExpPLENvFp4EmbeddingMethod=NvFp4Method, group=None,
+                                   data_parallel=2)
     module.get_current_vllm_config = lambda: module.config
 
     class Qwen4ExpPLEEmbedding(nn.Module):
@@ -56,7 +57,8 @@ def ngram_module(world=1, rank=0):
                      max_total_tokens=0, data_parallel_rank=0, reduce_results=True):
             super().__init__()
             self.org_vocab_size, self.embedding_dim, self.prefix, self.tp_size = num_embeddings, embedding_dim, prefix, world
-            self.reduce_results, self.embedding_method, self.etp_data_parallel_size = reduce_results, embedding_method, 2
+            self.reduce_results, self.embedding_method = reduce_results, embedding_method
+            self.etp_data_parallel_size, self.parallel_group = module.data_parallel, module.group
             embedding_method.create_weights(self, num_embeddings // world, embedding_dim)
 
         def allocate_embedding_weight(self, num_embeddings, embedding_dim, dtype):

@@ -51,10 +51,11 @@ def eager_break_during_capture(function):
 def config(**changes):
     """As much of a VllmConfig as the plug-in looks at."""
     parts = {"use_v2_model_runner": True, "max_tokens": 64, "load_format": "auto", "strategy": None, "extra": {}, "model": "/nowhere",
-             "pcp": 1, **changes}
+             "pcp": 1, "world": 1, "rank": 0, **changes}
     return types.SimpleNamespace(
         use_v2_model_runner=parts["use_v2_model_runner"],
-        parallel_config=types.SimpleNamespace(prefill_context_parallel_size=parts["pcp"], data_parallel_rank_local=0, world_size=1, rank=0),
+        parallel_config=types.SimpleNamespace(prefill_context_parallel_size=parts["pcp"], data_parallel_rank_local=0,
+                                              tensor_parallel_size=parts["world"], world_size=parts["world"], rank=parts["rank"]),
         scheduler_config=types.SimpleNamespace(max_num_batched_tokens=parts["max_tokens"]),
         load_config=types.SimpleNamespace(load_format=parts["load_format"], safetensors_load_strategy=parts["strategy"],
                                           model_loader_extra_config=parts["extra"]),
@@ -97,15 +98,17 @@ def engram_module(world=1, rank=0, rocm=False):
             super().__init__()
             self.cpu_offload, self.dim, self.block_size = cpu_offload, dim, block_size
             self.dp_size, self.n_hash_cols, self.tp_size = 2, len(head_sizes), world
-            shards, _ = self._get_shard_info()
+            shards, number = self._get_shard_info()
             self.part_n_hash_cols = -(-self.n_hash_cols // shards)
+            self.head_start = number * self.part_n_hash_cols
             weight, scales = self._allocate_weights()
             self.weight, self.weight_scale_inv = nn.Parameter(weight, False), nn.Parameter(scales, False)
             for parameter in (self.weight, self.weight_scale_inv):
                 parameter.weight_loader = self._weight_loader
 
         def _get_shard_info(self):
-            return self.tp_size * self.dp_size, 0
+            assert self.dp_size == 1
+            return self.tp_size, rank
 
         def _allocate_weights(self):
             raise AssertionError("a table was allocated")
@@ -153,7 +156,8 @@ def engram_module(world=1, rank=0, rocm=False):
             return self.staged_rows[:num_tokens]
 
         def embed(self, hash_ids):
-            raise AssertionError("not replaced")
+            assert self.embed_tokens.tp_size > 1             # else the plug-in has an answer of its own
+            return module.tensor_model_parallel_all_gather(self._ready_rows(hash_ids.shape[0]), dim=1)[:, :self.embed_tokens.n_hash_cols]
 
     module.ParallelEngramEmbedding, module.Engram = ParallelEngramEmbedding, Engram
     return module

@@ -17,10 +17,12 @@ from ssdgram._budget import parse_size
 from ssdgram.doctor import MISSING, NOTE, Finding, judge
 from ssdgram.engines import seams
 from ssdgram.engines.opening import is_socket
+from ssdgram.engines.ranks import is_split
 from ssdgram.engines.settings import Settings, read_settings
 from ssdgram.engines.sglang.seams import SGLANG
 from ssdgram.engines.vllm.seams import VLLM
-from ssdgram.errors import SSDGramError
+from ssdgram.errors import ConfigError, SSDGramError
+from ssdgram.geometry import ENGRAM
 from ssdgram.layout.manifest import Manifest
 
 ENGINES = {engine.name: engine for engine in (VLLM, SGLANG)}
@@ -61,15 +63,16 @@ def _findings(engine: seams.Engine, environment: Mapping[str, str]) -> Iterator[
     if settings is None:
         yield Finding("SSDGRAM_STORE", "not set", "the store's folder", MISSING, "export SSDGRAM_STORE=FOLDER (made by `ssdgram convert`)")
         return
-    yield from _store(settings)
+    yield from _store(settings, engine.name)
     for package in ("torch", "triton"):
         version = machine.version_of(package)
         yield judge(package, version.rpartition(" ")[2] if version else "not installed", "the engine's own", version is not None,
                     f"pip install {package}", MISSING)
 
 
-def _store(settings: Settings) -> Iterator[Finding]:
+def _store(settings: Settings, engine: str) -> Iterator[Finding]:
     if is_socket(settings.store):
+        yield from _split(settings, engine, ENGRAM)
         yield Finding("store", f"{settings.store}: the socket of a server", "a running `ssdgram serve`", NOTE,
                       "each rank attaches to it at the start; its own check of model and store comes then")
         return
@@ -82,6 +85,7 @@ def _store(settings: Settings) -> Iterator[Finding]:
     except (SSDGramError, OSError) as error:
         yield Finding("store", f"{settings.store}: {error}", "a store", MISSING, "make one with `ssdgram convert`")
         return
+    yield from _split(settings, engine, geometry.family)
     try:
         budgets = parse_size(settings.dram, "SSDGRAM_DRAM"), parse_size(settings.hbm, "SSDGRAM_HBM")
     except SSDGramError as error:
@@ -92,3 +96,12 @@ def _store(settings: Settings) -> Iterator[Finding]:
                 "below the machine's memory", budgets[0] <= there, "lower SSDGRAM_DRAM", MISSING)
     yield Finding("settings", f"queue {settings.queue}, early {settings.early} tokens, hot set {settings.hotset or 'none'}, metrics "
                               f"{'none' if settings.metrics is None else f'from port {settings.metrics} on'}", "as you mean them", NOTE)
+
+
+def _split(settings: Settings, engine: str, family: str) -> Iterator[Finding]:
+    try:
+        if is_split(settings, engine, family):
+            yield Finding("SSDGRAM_SPLIT", f"{settings.split}: each rank of a tensor-parallel group reads and keeps its part",
+                          "only where ranks share no node", NOTE, "on one node let them share an `ssdgram serve`")
+    except ConfigError as error:
+        yield Finding("SSDGRAM_SPLIT", str(error), "none, or what the engine can put together", MISSING, "correct it, or unset it")

@@ -10,15 +10,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 import ssdgram
 from ssdgram.engines.settings import Settings
-from ssdgram.errors import ConfigError, IdentityError
+from ssdgram.errors import ConfigError, IdentityError, ManifestError
 from ssdgram.geometry import Geometry
 from ssdgram.layout.files import load_token_map
 from ssdgram.layout.manifest import Manifest
@@ -65,7 +66,13 @@ def _map_of(store: Store) -> np.ndarray:
 
 def geometry_of(settings: Settings) -> Geometry | None:
     """The store's geometry before it is opened; None: it is a server's, and known once this process attached."""
-    return None if is_socket(settings.store) else Manifest.load(settings.store).geometry
+    if is_socket(settings.store):
+        return None
+    try:
+        return Manifest.load(settings.store).geometry
+    except ManifestError as error:
+        raise ManifestError(f"SSDGRAM_STORE on {socket.gethostname()}: {error}. Every node needs the store's folder, or the socket of an "
+                            f"`ssdgram serve` that runs there") from error
 
 
 def is_socket(path: str) -> bool:
@@ -76,9 +83,9 @@ def is_socket(path: str) -> bool:
 
 
 def open_store(settings: Settings, *, layers: Sequence[int], device: str, engine: str, rank: int = 0,
-               tuning: Tuning | None = None) -> Store:
+               tuning: Tuning | None = None, part: Mapping[str, Any] | None = None) -> Store:
     """Open the store for one rank (number on this node) of an engine, or attach to its server; its rows treat scale bytes as that engine
-    does."""
+    does. `part`: the `columns` or `owner` of `ssdgram.open`, where ranks divide the tables (ranks.py)."""
     if is_socket(settings.store):
         with _default_device("cpu"):
             store: Store = ssdgram.attach(settings.store, device=device, hbm=settings.hbm, scale_rule=engine)
@@ -91,9 +98,10 @@ def open_store(settings: Settings, *, layers: Sequence[int], device: str, engine
     hotset = settings.hotset if settings.hotset is None or rank == 0 else f"{settings.hotset}.{rank}"
     with _default_device("cpu"):                             # models are built, and their states made, under a default of their own
         store = ssdgram.open(settings.store, dram=settings.dram, hbm=settings.hbm, device=device, queue=settings.queue, layers=layers,
-                             stripes=settings.stripes or None, hotset=hotset, scale_rule=engine, tuning=tuning)
-    log.info("%s: serves layers %s to %s (rank %d): %d bundles in %s of DRAM, %s of HBM, queue %s", store.path, list(store.layers), engine,
-             rank, store.capacity, settings.dram, settings.hbm, store.queue)
+                             stripes=settings.stripes or None, hotset=hotset, scale_rule=engine, tuning=tuning, **(part or {}))
+    log.info("%s: serves layers %s to %s (rank %d): %d bundles in %s of DRAM, %s of HBM, queue %s%s", store.path, list(store.layers),
+             engine, rank, store.capacity, settings.dram, settings.hbm, store.queue,
+             "".join(f", {name} {what}" for name, what in (part or {}).items()))
     return store
 
 

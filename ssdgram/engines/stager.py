@@ -62,7 +62,8 @@ class Stager:
         if self.most_tokens > most:
             raise ConfigError(f"a step may have {self.most_tokens} tokens, the server takes {most} at a time: start it with "
                               f"--batch-tokens {self.most_tokens}")
-        need = self.most_tokens * store.geometry.orders * len(store.layers)
+        orders = len({column // store.geometry.heads for column in store.columns})       # of which there are bundles here
+        need = self.most_tokens * orders * len(store.layers)
         if need > store.capacity:
             missing = (need - store.capacity) * store._stride >> 20
             raise ConfigError(f"a step of {self.most_tokens} tokens may need {need} bundles at once, the DRAM budget holds "

@@ -24,13 +24,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ssdgram.engines import opening, ple
+from ssdgram.engines import opening, ple, ranks
 from ssdgram.engines.early import EarlyPrefetch
 from ssdgram.engines.settings import Settings
 from ssdgram.engines.sglang import plugin
 from ssdgram.engines.sglang.loading import check_loader
 from ssdgram.engines.stager import Stager
 from ssdgram.engines.windows import Windows
+from ssdgram.geometry import PLE
 
 log = logging.getLogger("ssdgram")
 FAR = 1 << 20                                                # a position behind which every id of a window is there
@@ -67,7 +68,9 @@ def embedding_class(module: Any) -> type:
             for name in self._COPIED_ATTRIBUTES:
                 setattr(self, name, getattr(embedding, name))
             self.quant_method = None
-            self.tp_size = 1                                 # all rows on every rank: nothing to add up
+            shared = int(embedding.tp_size) > 1
+            self.split = ranks.is_split(plugin.settings_now(), "sglang", PLE) and shared
+            self.tp_size = 1                                 # all rows on every rank: nothing that SGLang would add up
             self.shard_indices = SimpleNamespace(org_vocab_start_index=0, org_vocab_end_index=0)        # no row is copied from a file
             table = torch.empty(0, self.embedding_dim, dtype=embedding.weight.dtype, device="cpu")
             self.register_parameter("weight", nn.Parameter(table, requires_grad=False))
@@ -98,11 +101,16 @@ def embedding_class(module: Any) -> type:
             return output
 
         def reduce(self, output: torch.Tensor) -> torch.Tensor:
-            """No rank lacks a row; late ones are waited for here."""
+            """Late rows are waited for here, and those of other owners come from there."""
             if self.late:
                 self.late = False
                 self.deliver(output.view(output.shape[0], -1, self.embedding_dim))
-            return output
+            return plugin.add_up(output, self.group()) if self.split else output
+
+        def group(self) -> Any:
+            """SGLang's group whose ranks would share the table."""
+            parallel = importlib.import_module(plugin.ENGRAM).get_parallel()
+            return parallel.attn_tp_group if self.use_attn_tp_group else parallel.tp_group
 
         def deliver(self, out: torch.Tensor) -> None:
             """The step's rows into the first rows of `out`, bf16 [T, columns, dim], on the current stream; zeros behind them."""
@@ -243,13 +251,15 @@ def after_manager(result: Any, runner: Any) -> None:
 def attach(runner: Any, tables: list[Any]) -> None:
     """Open the store for these tables of a model, checked against the constants that its weights brought."""
     engram = importlib.import_module(plugin.ENGRAM)
-    opening.refuse(engram.get_parallel().attn_cp_size > 1, "prefill context parallelism is not served: set its size to 1, or unset "
-                                                           "SSDGRAM_STORE")
+    parallel = engram.get_parallel()
+    opening.refuse(parallel.attn_cp_size > 1, "prefill context parallelism is not served: set its size to 1, or unset SSDGRAM_STORE")
     settings = plugin.settings_now()
     device = torch.device(runner.device)
     rank = 0 if device.type == "cpu" else int(runner.gpu_id)
     where = device if device.type == "cpu" else torch.device("cuda", rank)
-    store = opening.open_store(settings, layers=[table.layer_id for table in tables], device=str(where), engine="sglang", rank=rank)
+    part = ranks.owner_of(tables[0].group()) if tables[0].split else {}
+    store = ranks.open_store(settings, parallel.tp_group if parallel.tp_size > 1 else None, layers=[table.layer_id for table in tables],
+                             device=str(where), engine="sglang", rank=rank, part=part)
     try:
         owners = {id(part.ngram_embedding): part for part in runner.model.modules() if hasattr(part, "ngram_embedding")}
         for table in tables:

@@ -1,6 +1,7 @@
 """What becomes of SGLang 0.5.23's Engram: the tables are empty, the rows come from the store.
 
     EngramEmbedding                     replaced: no rows, nothing to load; rows of the step under way, or of what was staged
+                                        (SSDGRAM_SPLIT=owner: added up over the tensor-parallel group)
     EngramRowStager.from_model, stage   the scheduler's stager: reads begin when an extend batch is scheduled
     EngramHasher.forward                around: begins the step of a batch whose tokens are on the device (decode, verify, mixed)
     DecodeCudaGraphRunner.load_batch    after, within execute: begins the step and fills the buffers that the graph reads
@@ -22,13 +23,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from ssdgram.engines import opening
+from ssdgram.engines import opening, ranks
 from ssdgram.engines.early import EarlyPrefetch
 from ssdgram.engines.settings import Settings, read_settings
 from ssdgram.engines.sglang.loading import check_loader
 from ssdgram.engines.stager import Stager
 from ssdgram.engines.windows import Windows
 from ssdgram.errors import SSDGramError
+from ssdgram.geometry import ENGRAM as ENGRAM_TABLES
 from ssdgram.geometry import Geometry
 from ssdgram.sequence import Sequence
 
@@ -98,7 +100,8 @@ def embedding_class(engram: Any) -> type:
         def __init__(self, num_embeddings: int, dim: int, layer_id: int, column_bounds: tuple[int, ...]) -> None:
             nn.Module.__init__(self)
             self.dim, self.layer_id, self.column_bounds = dim, layer_id, tuple(column_bounds)
-            self.tp_size, self.row_start, self.rows = 1, 0, 0                # all columns on every rank: nothing to reduce
+            self.tp_size, self.row_start, self.rows = 1, 0, 0                # all columns on every rank: nothing to reduce,
+            self.split = is_split(engram)                                    # ... or bundles on their owners, and rows to add up
             self.host_table = self.peer = None
             self._sort_host_reads, self.staged_by_scheduler = False, True
             self.weight = nn.Parameter(torch.empty(0, dim, dtype=torch.float8_e4m3fn), requires_grad=False)
@@ -115,19 +118,23 @@ def embedding_class(engram: Any) -> type:
         def forward(self, indices: torch.Tensor, forward_batch: Any = None, *, cp_all_tokens: bool = False) -> torch.Tensor:
             """The rows of the step under way; zeros where there is none. In a decode graph: the buffer that is filled before it."""
             if capturing():
-                return self._captured_rows(indices.shape[0], forward_batch)
+                rows = self._captured_rows(indices.shape[0], forward_batch)
+                return self._of_all_ranks(rows.clone()) if self.split else rows          # sums in the buffer would grow behind a batch
             if is_decode(forward_batch):
                 self._make_room(indices)
             out = self.new_rows(indices).zero_()
             if _backend:
                 _backend[0].stager.fill(self.layer_id, out)
-            return out
+            return self._of_all_ranks(out)
 
         def dequant_staged(self, rows: Any, scales: Any, copied: Any, hash_shape: Any) -> torch.Tensor:
             """`rows`: the Staged of a batch (its stager's), which takes the place of staged rows; zeros behind its tokens."""
             out = torch.zeros(*hash_shape, self.dim, dtype=torch.bfloat16, device=rows.device)
             rows.fill(self.layer_id, out)
-            return out
+            return self._of_all_ranks(out)
+
+        def _of_all_ranks(self, rows: torch.Tensor) -> torch.Tensor:
+            return add_up(rows, engram.get_parallel().tp_group) if self.split else rows
 
         def _make_room(self, indices: torch.Tensor) -> None:
             """Graphs are captured from the largest batch down, each behind eager runs of its size."""
@@ -145,6 +152,24 @@ def embedding_class(engram: Any) -> type:
 
     StoredEngramEmbedding.__name__ = StoredEngramEmbedding.__qualname__ = "EngramEmbedding"
     return StoredEngramEmbedding
+
+
+def is_split(engram: Any) -> bool:
+    """Whether the ranks of SGLang's tensor-parallel group divide the tables among them; ConfigError where they cannot."""
+    split, parallel = ranks.is_split(settings_now(), "sglang", ENGRAM_TABLES), engram.get_parallel()
+    opening.refuse(split and parallel.attn_dp_size > 1, "SSDGRAM_SPLIT=owner: the ranks of data-parallel attention have different tokens, "
+                                                        "so their rows cannot be added up: unset SSDGRAM_SPLIT")
+    return split and parallel.tp_size > 1
+
+
+def add_up(rows: torch.Tensor, group: Any) -> torch.Tensor:
+    """bf16 rows of which each rank of a group of SGLang's has some, and zeros for the others: all of them, in place; collective.
+
+    Whole numbers are added up, as SGLang does on ROCm: x + 0 is x then, -0.0 and every NaN included.
+    """
+    if rows.numel() > 0:
+        importlib.import_module(ENGRAM).inplace_all_reduce(rows.view(torch.int32), group_name=group.unique_name)
+    return rows
 
 
 def is_decode(forward_batch: Any) -> bool:
@@ -292,7 +317,9 @@ def from_model(cls: type, model: torch.nn.Module, hasher: Any, device: torch.dev
                    "the model's Engram layers were built before the plug-in was active")
     rank = 0 if device.type == "cpu" else torch.cuda.current_device() if device.index is None else device.index
     layers = [embed.layer_id for embed in embeds]
-    store = opening.open_store(settings, layers=layers, device=str(device), engine="sglang", rank=rank)
+    group = parallel.tp_group if parallel.tp_size > 1 else None
+    store = ranks.open_store(settings, group, layers=layers, device=str(device), engine="sglang", rank=rank,
+                             part=ranks.owner_of(group) if embeds[0].split else {})
     try:
         for embed in embeds:
             geometry_check(store.geometry, embed.layer_id, embed.dim, embed.column_bounds)

@@ -10,6 +10,8 @@ _STAGING = "srt/layers/engram_staging.py"
 _MANAGER = "srt/model_executor/model_runner_components/ngram_embedding_manager.py"
 _GRAPHS = "srt/model_executor/runner/decode_cuda_graph_runner.py"
 _BATCH = "srt/model_executor/forward_batch_info.py"
+_GROUPS = "srt/distributed/parallel_state.py"
+_PARALLEL = "srt/arg_groups/fields/parallel.py"
 _HOOKS = "srt/plugins/hook_registry.py"
 
 SGLANG = Engine("sglang", "sglang", "0.5.23", (
@@ -33,6 +35,13 @@ SGLANG = Engine("sglang", "sglang", "0.5.23", (
     Seam(_ENGRAM, "FP8_BLOCK_SIZE"),
     Seam(_ENGRAM, "MM_PAD_SHIFT_VALUE"),
     Seam(_ENGRAM, "get_parallel"),
+    Seam(_ENGRAM, "inplace_all_reduce"),
+    Seam(_ENGRAM, "EngramEmbedding._reduce_owned_rows", None, ("inplace_all_reduce", "values.view", "torch.int32", "group_name=",
+                                                               "get_parallel().tp_group.unique_name"),
+         why="whole numbers can be added up over the group"),
+    Seam(_GROUPS, "inplace_all_reduce", "(tensor, group_name)", ("group._all_reduce_in_place",)),
+    Seam(_GROUPS, "GroupCoordinator.__init__", None, ("self.world_size", "self.rank_in_group", "self.cpu_group", "self.unique_name")),
+    Seam(_PARALLEL, "Parallel", None, ("tp_size", "attn_dp_size", "tp_group", "attn_tp_group")),
     Seam(_ENGRAM, "get_model"),
     # the hash: what it reads, and that a decode changes its history
     Seam(_ENGRAM, "EngramHasher.forward", "(self, input_ids, forward_batch)",

@@ -22,13 +22,14 @@ from typing import Any
 
 import torch
 
-from ssdgram.engines import opening, ple
+from ssdgram.engines import opening, ple, ranks
 from ssdgram.engines.early import EarlyPrefetch
 from ssdgram.engines.stager import Stager
 from ssdgram.engines.vllm import plugin
 from ssdgram.engines.vllm.loading import check_loader
 from ssdgram.engines.vllm.plugin import STAGER, capturing, settings_now
 from ssdgram.errors import ConfigError
+from ssdgram.geometry import PLE
 
 log = logging.getLogger("ssdgram")
 
@@ -39,6 +40,8 @@ def embedding_class(module: ModuleType) -> type:
 
     class StoredPLEEmbedding(pinned):  # type: ignore[valid-type,misc]
         """A table that is in the store."""
+
+        etp_data_parallel_size: int
 
         def __init__(self, num_embeddings: int, embedding_dim: int, *, prefix: str, embedding_method: Any, num_ngram_heads: int = 1,
                      max_total_tokens: int = 0, **options: Any) -> None:
@@ -52,6 +55,10 @@ def embedding_class(module: ModuleType) -> type:
                                          num_ngram_heads=num_ngram_heads, max_total_tokens=max_total_tokens, **options)
             self._ssdgram_layer = layer_of(prefix)
             ple.check_table(opening.geometry_of(settings_now()), layer=self._ssdgram_layer, dim=embedding_dim, dtype=self.weight.dtype)
+            self.split = ranks.is_split(settings_now(), "vllm", PLE)         # bundles on their owners, and rows to add up; or else:
+            opening.refuse(self.split and self.etp_data_parallel_size > 1,
+                           "SSDGRAM_SPLIT=owner: vLLM would divide this PLE table among data-parallel ranks too, whose tokens differ: "
+                           "leave embedding_across_dp off, or unset SSDGRAM_SPLIT")
             self.tp_size = self.etp_data_parallel_size = 1   # all rows on every rank: nothing to gather, nothing to add
             self.reduce_results = True                       # ... and our "reduction" is called
             self._num_ngram_heads, self._output_dim = num_ngram_heads, num_ngram_heads * embedding_dim
@@ -86,7 +93,10 @@ def embedding_class(module: ModuleType) -> type:
             stager = getattr(self, STAGER, None)
             if not capturing() and stager is not None and stager.waits_for(self._ssdgram_layer):
                 stager.fill(self._ssdgram_layer)
-            return embeddings
+            if not self.split:
+                return embeddings
+            # Bytes are added up, as vLLM does with FP8 codes: all ranks but one have zeros, so -0.0 and NaN stay what they are.
+            return self.parallel_group.all_reduce(embeddings.view(torch.int8)).view(embeddings.dtype)
 
     return StoredPLEEmbedding
 
@@ -132,7 +142,9 @@ def attach(state: Any, vllm_config: Any, model: Any, device: torch.device) -> No
     settings = settings_now()
     rank = plugin.rank_on_node(vllm_config.parallel_config)
     tables = [part.ngram_embedding for part in parts]
-    store = opening.open_store(settings, layers=[table._ssdgram_layer for table in tables], device=str(device), engine="vllm", rank=rank)
+    part = ranks.owner_of(tables[0].parallel_group) if tables[0].split else {}
+    store = ranks.open_store(settings, plugin.tp_group(vllm_config.parallel_config), layers=[table._ssdgram_layer for table in tables],
+                             device=str(device), engine="vllm", rank=rank, part=part)
     try:
         for part, table in zip(parts, tables, strict=True):
             layer = table._ssdgram_layer

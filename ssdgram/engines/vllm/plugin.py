@@ -1,6 +1,7 @@
 """What becomes of vLLM 0.33.0's Engram classes: the tables are empty, the rows come from the store.
 
     ParallelEngramEmbedding   a subclass: 0-row tables, a loader that copies nothing, one shard with all columns, no lookup
+                              (SSDGRAM_SPLIT=columns: vLLM's own shards, which its own `embed` gathers)
     Engram                    _start_prefetch, _finish_prefetch: eager breaks as before, delivering the step's rows
     EngramPrefetch            (specialised decode) start: the rows are delivered before the projections that run ahead
     DeepseekV41ModelState     opens the store; prepare_inputs begins the step; in FULL graphs it also fills all staged rows
@@ -17,6 +18,7 @@ Invariant: dummy, idle and capture batches read nothing, and a step's rows are i
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 from collections.abc import Callable
 from types import ModuleType
@@ -24,13 +26,13 @@ from typing import Any
 
 import torch
 
-from ssdgram.engines import opening
+from ssdgram.engines import opening, ranks
 from ssdgram.engines.early import EarlyPrefetch
 from ssdgram.engines.settings import Settings, read_settings
 from ssdgram.engines.stager import Stager
 from ssdgram.engines.vllm.loading import check_loader
 from ssdgram.engines.windows import Windows
-from ssdgram.geometry import Geometry
+from ssdgram.geometry import ENGRAM, Geometry
 
 log = logging.getLogger("ssdgram")
 IMAGE_ID = 129264                                            # vLLM: every position of an image span, whatever the config says
@@ -57,8 +59,12 @@ def embedding_class(module: ModuleType) -> type:
         _weight_loader = staticmethod(_load_nothing)
 
         def _get_shard_info(self) -> tuple[int, int]:
-            self.dp_size = self.tp_size = 1                  # all columns on every rank: no gather, bundles stay whole
-            return 1, 0
+            self.dp_size = 1
+            if settings_now().split == "none":
+                self.tp_size = 1                             # all columns on every rank: no gather, bundles stay whole
+                return 1, 0
+            shards: tuple[int, int] = super()._get_shard_info()              # vLLM's own: a rank's columns, which its `embed` gathers
+            return shards
 
         def _allocate_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
             where = "meta" if torch.get_default_device().type == "meta" else "cpu"
@@ -83,13 +89,15 @@ def patch_engram(module: ModuleType) -> None:
     if module.current_platform.is_rocm():
         raise SystemExit("SSDGram: vLLM on ROCm is not served by this plug-in: unset SSDGRAM_STORE")
     engram, stored = module.Engram, embedding_class(module)
-    init_staging = engram._init_staging
+    init_staging, embed_columns = engram._init_staging, engram.embed
 
     def _create_embedding(self: Any, layout: Any, layer_hash_index: int) -> Any:
         config = module.get_current_vllm_config()
         settings = settings_now()
         check_config(config)
         check_loader(config)
+        if ranks.is_split(settings, "vllm", ENGRAM):
+            check_columns(layout.n_heads * (layout.max_ngram_size - 1), module.get_tensor_model_parallel_world_size())
         check_against(opening.geometry_of(settings), layout, layout.layer_ids[layer_hash_index])
         self._ssdgram_layer = layout.layer_ids[layer_hash_index]
         sizes = tuple(size for order in layout.primes[layer_hash_index] for size in order)
@@ -115,6 +123,8 @@ def patch_engram(module: ModuleType) -> None:
         torch.cuda.current_stream().wait_event(event)
 
     def embed(self: Any, hash_ids: torch.Tensor) -> torch.Tensor:
+        if self.embed_tokens.tp_size > 1:                    # its ranks hold columns
+            return embed_columns(self, hash_ids)
         rows = self._ready_rows(hash_ids.shape[0])[:, :self.embed_tokens.n_hash_cols]
         if not self.use_sequence_parallel:
             return rows
@@ -173,6 +183,12 @@ def check_config(config: Any) -> None:
     parallel = config.parallel_config
     opening.refuse(parallel.prefill_context_parallel_size > 1, "prefill context parallelism is not served: set its size to 1, or unset "
                                                                "SSDGRAM_STORE")
+
+
+def check_columns(columns: int, world: int) -> None:
+    """ConfigError unless the columns can be divided among the ranks."""
+    opening.refuse(columns % world > 0, f"SSDGRAM_SPLIT=columns: {columns} columns cannot be divided evenly among {world} ranks: choose a "
+                                        f"tensor-parallel size that divides them, or unset SSDGRAM_SPLIT: every rank then has all rows")
 
 
 def check_against(geometry: Geometry | None, layout: Any, layer: int) -> None:
@@ -264,7 +280,10 @@ def attach(state: Any, vllm_config: Any, model: Any, device: torch.device) -> No
     settings = settings_now()
     rank = rank_on_node(vllm_config.parallel_config)
     numbers = [part._ssdgram_layer for part in layers]
-    store = opening.open_store(settings, layers=numbers, device=str(device), engine="vllm", rank=rank)
+    table = layers[0].embed_tokens
+    part = {} if settings.split == "none" else {"columns": range(table.head_start, table.head_start + table.part_n_hash_cols)}
+    store = ranks.open_store(settings, tp_group(vllm_config.parallel_config), layers=numbers, device=str(device), engine="vllm", rank=rank,
+                             part=part)
     try:
         hasher = next(part for part in model.modules() if type(part).__name__ == "NgramHashState")
         for layer in numbers:
@@ -288,6 +307,13 @@ def windows_like(before: torch.Tensor, newest_first: bool = True) -> Windows:
     like = {"tokens": torch.int32, "positions": torch.int64, "starts": torch.int32}
     return Windows(before=before, count=1, requests=1, newest_first=newest_first,
                    **{name: torch.zeros(2, dtype=kind, device=before.device) for name, kind in like.items()})
+
+
+def tp_group(parallel: Any) -> Any:
+    """vLLM's tensor-parallel group, if this process is in one of several ranks."""
+    if int(parallel.tensor_parallel_size) == 1:
+        return None
+    return importlib.import_module("vllm.distributed.parallel_state").get_tp_group()
 
 
 def rank_on_node(parallel: Any) -> int:

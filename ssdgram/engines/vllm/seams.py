@@ -9,6 +9,7 @@ _ENGRAM = "models/deepseek_v41/common/engram.py"
 _STATE = "models/deepseek_v41/nvidia/model_state.py"
 _MODEL = "models/deepseek_v41/nvidia/model.py"
 _RUNNER = "v1/worker/gpu/model_runner.py"
+_GROUPS = "distributed/parallel_state.py"
 _BREAK = "compilation/breakable_cudagraph.py"
 
 VLLM = Engine("vllm", "vllm", "0.33.0", (
@@ -17,9 +18,10 @@ VLLM = Engine("vllm", "vllm", "0.33.0", (
          "(self, num_embeddings, dim, head_sizes, block_size=32, cpu_offload=False, dp_shared_memory=False, use_thp=False)"),
     Seam(_ENGRAM, "ParallelEngramEmbedding.__init__", None,
          ("self.dp_size", "is_uva_available", "self.tp_size", "self._get_shard_info", "self.part_n_hash_cols",
-          "self._allocate_weights", "self._weight_loader"), ordered=True,
+          "self.head_start", "self._allocate_weights", "self._weight_loader"), ordered=True,
          why="dp_size and tp_size are set before _get_shard_info and read after it"),
-    Seam(_ENGRAM, "ParallelEngramEmbedding._get_shard_info", "(self)"),
+    Seam(_ENGRAM, "ParallelEngramEmbedding._get_shard_info", "(self)", ("self.dp_size", "self.tp_size", "get_tensor_model_parallel_rank"),
+         why="a rank's columns by its number in the tensor-parallel group, while dp_size is 1"),
     Seam(_ENGRAM, "ParallelEngramEmbedding._allocate_weights", "(self)", ("torch.float8_e4m3fn", "torch.uint8", "'meta'")),
     Seam(_ENGRAM, "ParallelEngramEmbedding._weight_loader", None, ("staticmethod", "_engram_head_shard_weight_loader")),
     Seam(_ENGRAM, "ParallelEngramEmbedding.lookup", "(self, indices, out, background=False)"),
@@ -44,7 +46,7 @@ VLLM = Engine("vllm", "vllm", "0.33.0", (
          ("self._prefetch_done", "self._finish_prefetch", "self.embed_tokens.dp_size", "self.staged_rows")),
     Seam(_ENGRAM, "Engram.embed", "(self, hash_ids)",
          ("self._ready_rows", "self.embed_tokens.tp_size", "self.embed_tokens.n_hash_cols", "self.use_sequence_parallel",
-          "get_tensor_model_parallel_rank")),
+          "get_tensor_model_parallel_rank", "tensor_model_parallel_all_gather")),
     Seam(_ENGRAM, "Engram.forward", "(self, hidden_states, hash_ids, token_mask=None)",
          ("self._batch", "self.embed", "get_tensor_model_parallel_world_size", "get_tensor_model_parallel_rank")),
     Seam(_ENGRAM, "EngramBatch.create", "(cls, layers, max_tokens)", ("table.dp_size",), ("classmethod",),
@@ -70,7 +72,7 @@ VLLM = Engine("vllm", "vllm", "0.33.0", (
     Seam("models/deepseek_v41/nvidia/specialized_decode/engram/prefetch.py", "EngramPrefetch.__init__", "(self, engrams, max_rows)",
          ("self._buffers",), why="a dictionary of the layers"),
     Seam("models/deepseek_v41/nvidia/specialized_decode/engram/prefetch.py", "EngramPrefetch.start", "(self, num_tokens)",
-         ("engram._prefetch_done", "engram.staged_rows", "engram.embed_tokens.tp_size"), ordered=True),
+         ("engram._prefetch_done", "engram.staged_rows", "engram.embed_tokens.tp_size", "tensor_model_parallel_all_gather"), ordered=True),
     Seam("models/deepseek_v41/nvidia/specialized_decode/runtime/model_state.py", "DeepseekV41SpecializedDecodeModelState", None,
          ("DeepseekV41ModelState",), why="it inherits what is changed in its base"),
     # the model's state, and when the runner calls it
@@ -108,7 +110,12 @@ VLLM = Engine("vllm", "vllm", "0.33.0", (
     Seam(_BREAK, "BreakableCUDAGraphCapture.add_eager", "(self, fn)", ("self._end_segment", "self.segments.append", "self._begin_segment"),
          ordered=True),
     Seam("config/vllm.py", "VllmConfig.use_v2_model_runner", "(self)", (), ("property",)),
-    Seam("config/parallel.py", "ParallelConfig", None, ("prefill_context_parallel_size", "data_parallel_rank_local", "world_size", "rank")),
+    Seam("config/parallel.py", "ParallelConfig", None, ("prefill_context_parallel_size", "data_parallel_rank_local", "tensor_parallel_size",
+                                                        "world_size", "rank")),
+    Seam(_GROUPS, "get_tp_group", "()"),
+    Seam(_GROUPS, "GroupCoordinator.__init__", None, ("self.world_size", "self.rank_in_group", "self.cpu_group")),
+    Seam(_GROUPS, "GroupCoordinator.all_reduce", "(self, input_)"),
+    Seam("distributed/communication_op.py", "tensor_model_parallel_all_gather", "(input_, dim=-1)"),
     Seam("config/compilation.py", "CUDAGraphMode", None, ("NONE", "PIECEWISE", "FULL")),
     Seam("config/load.py", "LoadConfig", None, ("load_format", "safetensors_load_strategy", "model_loader_extra_config")),
     Seam("model_executor/model_loader/weight_utils.py", "safetensors_weights_iterator", None,
