@@ -49,6 +49,9 @@ def convert(ckpt: str | os.PathLike[str], out: str | os.PathLike[str], stripe: S
     if jobs is not None and jobs < 1:
         raise ConversionError(f"jobs = {jobs}: expected at least 1")
     out = Path(os.path.abspath(out))
+    for folder in (out, *map(Path, stripe)):
+        if folder.exists() and not folder.is_dir():
+            raise ConversionError(f"{folder} is a file: expected a folder, or a name that is free; give another")
     checkpoint = open_checkpoint(ckpt)
     try:
         plan = _Plan(checkpoint, out, _stripes(out, stripe))

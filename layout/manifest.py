@@ -128,13 +128,17 @@ class Manifest:
             if Path(out, JOURNAL).exists():
                 raise ManifestError(f"{path} is missing: conversion not finished; run `ssdgram convert` again with the same "
                                     f"arguments, it goes on where it stopped") from None
+            if Path(out, "config.json").exists():
+                raise ManifestError(f"{path} is missing: {out} is a checkpoint, not a store; make one with `ssdgram convert {out} OUT`, "
+                                    "and give OUT") from None
             raise ManifestError(f"{path} is missing: not a store; make one with `ssdgram convert CKPT {out}`") from None
         except OSError as error:
             raise ManifestError(f"{path}: cannot be read: {error.strerror or error}") from error
         try:
             return cls.from_json(parse_object(text))
         except (ValueError, ConfigError) as error:
-            raise ManifestError(f"{path}: {error}") from error
+            raise ManifestError(f"{path}: {error}; the file is damaged or none of ours: copy it again, or remove {out} and convert again"
+                                ) from error
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Manifest:

@@ -131,3 +131,9 @@ def test_benchmarks_are_found_by_their_sources(tmp_path, monkeypatch):
         assert answer.exit_code == 0 and "depth" in answer.output and "Reads against depth." in answer.output
     finally:
         cli._benchmarks.cache_clear()
+
+
+@pytest.mark.parametrize("option", ["--clients", "--batches", "--batch-tokens", "--readers"])
+def test_a_server_refuses_numbers_by_the_options_name(option, tmp_path):
+    answer = run("serve", str(tmp_path), "--socket", str(tmp_path / "s"), option, "0")
+    assert answer.exit_code == 2 and f"'{option}'" in answer.output

@@ -33,6 +33,12 @@ def test_the_table_names_its_facts(engram, trace):
     assert all(len(line) <= 81 for line in answer.output.splitlines() if line.startswith(" ") and "iB" in line[:9])
 
 
+def test_streams_that_the_trace_cannot_fill_are_told(engram, trace):
+    few = run(trace, "--store", engram.out, "--dram", "8MiB", "--decode", 4000)
+    assert few.exit_code == 0 and "of 4000 streams are in use" in few.output
+    assert "streams are in use" not in run(trace, "--store", engram.out, "--dram", "8MiB", "--decode", 1).output
+
+
 def test_json_has_all_of_it(engram, trace):
     figures = json.loads(run(trace, "--store", engram.out, "--dram", "8MiB", "--decode", 4, "--json").output)
     assert figures["drive_assumed"] and figures["trace"] == Trace.load(trace).sha256

@@ -87,9 +87,26 @@ def test_record_runs_a_command_and_keeps_what_it_asked(engram, tmp_path):
     assert answer.exit_code == 1 and "not replayed" in answer.output
 
 
+def test_a_second_run_reports_its_own_file_and_an_unwritten_one_is_a_failure(tmp_path):
+    out = tmp_path / "a b.trace"
+    writes = "import os, pathlib; _, _, path = os.environ['SSDGRAM_TRACE_RECORD'].split(':'); pathlib.Path(path{}).write_bytes({})"
+    answer = run("record", "-o", out, "--", sys.executable, "-c", writes.format("", "b'first'"))
+    assert answer.exit_code == 0 and f"{out}: 5 bytes; next: ssdgram trace stats '{out}'" in answer.output
+    answer = run("record", "-o", out, "--", sys.executable, "-c", writes.format(".replace('b.', 'b-1.')", "b'the second'"))
+    assert answer.exit_code == 0 and "a b-1.trace: 10 bytes" in answer.output and ": 5 bytes" not in answer.output
+    answer = run("record", "-o", out, "--", sys.executable, "-c", writes.format(".replace('b.', 'b-2.')", "b''"))
+    assert answer.exit_code == 1 and "a b-2.trace: not written" in answer.output and not (tmp_path / "a b-2.trace").exists()
+
+
+def test_more_streams_than_documents_are_told(built, engram):
+    answer = run("replay", built, engram.out, "--dram", "8MiB", "--decode", 64, "--batches", 5)
+    assert answer.exit_code == 0 and "of 64 streams are in use" in answer.output
+    assert "streams are in use" not in run("replay", built, engram.out, "--dram", "8MiB", "--decode", 1, "--batches", 5).output
+
+
 def test_record_of_a_command_without_a_store_says_so(tmp_path):
     answer = run("record", "-o", tmp_path / "t.trace", "--", sys.executable, "-c", "pass")
-    assert answer.exit_code == 0 and "nothing was recorded" in answer.output
+    assert answer.exit_code == 0 and "nothing was recorded: the command opened no store" in answer.output
     assert run("record", "-o", tmp_path / "t.trace", "no-such-program-here").exit_code == 2
 
 

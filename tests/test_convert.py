@@ -180,6 +180,24 @@ def test_other_source_or_geometry_or_stripes(ckpt, tmp_path):
     assert files_below(tmp_path / "out") == before and not (tmp_path / "a").exists()
 
 
+def test_a_file_where_a_folder_is_to_be(ckpt, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    for arguments in ((tmp_path / "file",), (tmp_path / "out", [tmp_path / "file"])):
+        with pytest.raises(ConversionError, match="file is a file: expected a folder"):
+            convert(ckpt, *arguments)
+    assert (tmp_path / "file").read_text() == "mine" and not (tmp_path / "out").exists()
+
+
+def test_the_command_says_when_there_was_nothing_to_do(ckpt, tmp_path):
+    from click.testing import CliRunner
+
+    from ssdgram.cli import main
+
+    first, second = (CliRunner().invoke(main, ["convert", str(ckpt), str(tmp_path / "out")]) for _ in range(2))
+    assert first.exit_code == second.exit_code == 0
+    assert "nothing to do" not in first.output and "converted before: nothing to do" in second.output
+
+
 def test_out_that_holds_something_else(ckpt, tmp_path):
     out = tmp_path / "out"
     (out / "layer-001").mkdir(parents=True)

@@ -154,8 +154,17 @@ def test_the_command_prints_a_table_and_json(tmp_path):
     assert table.exit_code == 0, table.output
     for subject in ("io_uring", "locked memory", "open files", "direct I/O", "huge pages", "GPUDirect Storage", "compiled code"):
         assert subject in table.output
+    assert "to do:" not in table.output or "wanted:" in table.output
     listed = CliRunner().invoke(main, ["doctor", "--json", str(tmp_path)])
     assert {"subject", "found", "wanted", "verdict", "advice"} == set(json.loads(listed.output)[0])
+
+
+def test_a_pipe_of_80_columns_can_be_read(tmp_path, monkeypatch):
+    long = doctor.Finding("SSDGRAM_STORE", "not set", "the store's folder", doctor.MISSING, "export SSDGRAM_STORE=FOLDER")
+    monkeypatch.setattr("ssdgram.cli.doctor.examine", lambda folder: [long])
+    lines = [line.rstrip() for line in CliRunner().invoke(main, ["doctor"], env={"COLUMNS": "80"}).output.splitlines()]
+    assert [" ".join(line.split()) for line in lines] == [
+        "missing SSDGRAM_STORE not set", "wanted: the store's folder", "to do: export SSDGRAM_STORE=FOLDER"]
 
 
 def test_strict_tells_scripts():

@@ -168,11 +168,20 @@ def test_missing_and_unfinished(tmp_path):
         Manifest.load(tmp_path)
     with pytest.raises(ManifestError, match="not a store"):
         Manifest.load(tmp_path / "none")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ManifestError, match=r"is a checkpoint, not a store; make one with `ssdgram convert .* OUT`"):
+        Manifest.load(tmp_path)
     (tmp_path / "conversion.journal").write_text("")
     with pytest.raises(ManifestError, match="conversion not finished; run `ssdgram convert` again"):
         Manifest.load(tmp_path)
     (tmp_path / "manifest.json").mkdir()
     with pytest.raises(ManifestError, match="cannot be read"):
+        Manifest.load(tmp_path)
+
+
+def test_what_is_no_json_says_what_to_do(tmp_path):
+    (tmp_path / "manifest.json").write_text("garbage")
+    with pytest.raises(ManifestError, match="damaged or none of ours: copy it again, or remove"):
         Manifest.load(tmp_path)
 
 

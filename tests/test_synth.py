@@ -145,6 +145,9 @@ def test_refusals(tmp_path, monkeypatch):
     small_engram(tmp_path / "c")
     with pytest.raises(ConversionError, match=r"holds a config\.json already"):
         small_engram(tmp_path / "c")
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConversionError, match="is a file: expected a folder"):
+        small_engram(tmp_path / "file")
     with pytest.raises(ConversionError, match="family"):
         synthesize(tmp_path / "d", family="lstm")
     with pytest.raises(ConversionError, match="encoding"):

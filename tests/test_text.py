@@ -2,6 +2,7 @@
 
 import gzip
 import itertools
+import os
 
 import pytest
 
@@ -84,6 +85,13 @@ def test_a_document_ends_at_its_longest_even_within_a_character(tmp_path):
 def test_a_damaged_archive_is_left_out(tmp_path):
     (tmp_path / "bad.gz").write_bytes(gzip.compress(b"text" * 1000)[:-30])
     assert text._read(tmp_path / "bad.gz") == "" == text._read(tmp_path / "absent.txt")
+
+
+def test_names_that_are_no_utf8_are_names(tmp_path):
+    folder = tmp_path / os.fsdecode(b"n\xff\xfe")
+    folder.mkdir()
+    (folder / os.fsdecode(b"\xe9.txt")).write_text("a text")
+    assert [document.text for document in text.from_paths([folder])] == ["a text"]
 
 
 def test_links_are_not_followed(tmp_path):

@@ -61,6 +61,7 @@ class Load:
     pace: Pace
     ahead: int
     warm: int
+    notice: str = ""                                         # what the reader of the figures has to know about the batches
 
 
 @dataclass(frozen=True)

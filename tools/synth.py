@@ -77,6 +77,8 @@ def synthesize(dir: str | os.PathLike[str], vocab_size: int = 250_000, layers: S
     ConversionError or NoSpaceError before anything is written; ConfigError for an impossible geometry.
     """
     folder = Path(dir)
+    if folder.exists() and not folder.is_dir():
+        raise ConversionError(f"{folder} is a file: expected a folder, or a name that is free; give another")
     if (folder / "config.json").exists():
         raise ConversionError(f"{folder} holds a config.json already: give a folder without a checkpoint")
     source: Path | None

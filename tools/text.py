@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import os
 import re
 import sysconfig
 import zlib
@@ -55,7 +56,7 @@ def _files(source: str, root: Path, suffixes: tuple[str, ...] | None) -> Iterato
             continue
         if (suffixes is None or path.suffix.lower() in suffixes) and not path.is_symlink() and path.is_file():
             found.append((f"{source}/{name}", path))
-    return iter(sorted(found, key=lambda item: hashlib.sha256(item[0].encode()).digest()))
+    return iter(sorted(found, key=lambda item: hashlib.sha256(os.fsencode(item[0])).digest()))
 
 
 def _read(path: Path) -> str:

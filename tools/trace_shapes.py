@@ -58,6 +58,15 @@ class Batches:
         counted = np.concatenate([[0], np.cumsum(self.flags & OUTPUT != 0)])
         return np.diff(counted[self.bounds])
 
+    def shortfall(self, wanted: int) -> str:
+        """A sentence for who asked for `wanted` streams, if less than nine tenths of them are in use on the mean; else ""."""
+        positions = self.positions()
+        used = float(positions.mean()) if len(positions) else 0.0
+        if used >= 0.9 * wanted:
+            return ""
+        return (f"only {used:.1f} of {wanted} streams are in use on the mean, as the trace has too few or too unequal documents: "
+                "take a longer trace, or fewer streams (--decode)")
+
     def __iter__(self) -> Iterator[Sequence]:
         return (self.sequence(batch) for batch in range(len(self)))
 

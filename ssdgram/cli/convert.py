@@ -24,9 +24,18 @@ def convert(ckpt: Path, out: Path, stripes: tuple[Path, ...], jobs: int | None) 
 
     from ssdgram.layout.convert import convert as run
 
-    start = time.monotonic()
+    start, finished = time.monotonic(), finish_of(out)
     with byte_bar("converting") as progress:
         manifest = run(ckpt, out, stripes, jobs, progress)
     seconds = time.monotonic() - start
+    kept = finished is not None and finish_of(out) == finished
     click.echo(f"{out}: {len(manifest.files)} columns, {manifest.size / 2**30:.2f} GiB, generation {manifest.generation:016x}, "
-               f"{seconds:.1f} s")
+               + ("converted before: nothing to do (`ssdgram verify` looks at every page)" if kept else f"{seconds:.1f} s"))
+
+
+def finish_of(out: Path) -> int | None:
+    """When the store in `out` was finished, in ns; None if there is none."""
+    try:
+        return (out / "manifest.json").stat().st_mtime_ns
+    except OSError:
+        return None

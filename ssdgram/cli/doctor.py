@@ -1,4 +1,4 @@
-"""`ssdgram doctor`: the findings of ssdgram.doctor as a table, or as JSON for scripts."""
+"""`ssdgram doctor`: the findings of ssdgram.doctor, a line or three each, or as JSON for scripts."""
 
 from __future__ import annotations
 
@@ -37,12 +37,13 @@ def doctor(folder: Path | None, engine: str | None, as_json: bool, strict: bool)
         from rich.markup import escape
         from rich.table import Table
 
-        table = Table(title="SSDGram doctor", title_justify="left")
-        table.add_column("")
-        for name in ("subject", "found", "wanted", "what to do"):
-            table.add_column(name, overflow="fold")
+        table = Table.grid(padding=(0, 2))                    # three narrow columns: a terminal of 80 columns, or a pipe, is enough
         for finding in findings:
-            table.add_row(_MARKS[finding.verdict], *map(escape, (finding.subject, finding.found, finding.wanted, finding.advice)))
-        Console().print(table)
+            said = escape(finding.found)
+            if finding.verdict != OK:
+                wanted = finding.wanted if finding.wanted.startswith("for ") else f"wanted: {finding.wanted}"
+                said += f"\n[dim]{escape(wanted)}[/]" + (f"\n[bold]to do:[/] {escape(finding.advice)}" if finding.advice else "")
+            table.add_row(_MARKS[finding.verdict], escape(finding.subject), said)
+        Console(highlight=False).print(table)
     if strict and any(finding.verdict in (SLOW, MISSING) for finding in findings):
         raise click.exceptions.Exit(1)

@@ -129,7 +129,7 @@ def _loads(loaded: Trace, geometry: Geometry, token_map: np.ndarray | None, stre
     for size in streams:
         made = decode(loaded, size, geometry.orders).while_full(size)
         loads.append(Load(f"decode, {size} streams", requests(made, geometry, token_map), made.positions(), _pace(step_s, slacks, geometry),
-                          0, len(made) // 2))
+                          0, len(made) // 2, made.shortfall(size)))
     for size in chunks:
         made = prefill(loaded, size, geometry.orders).while_full(size)
         loads.append(Load(f"prefill, chunks of {size}", requests(made, geometry, token_map), made.positions(),
@@ -173,7 +173,8 @@ def _hbm(made: Plan, gpu: int, geometry: Geometry) -> tuple[int, float]:
 def _as_json(made: Plan, gpu: int, geometry: Geometry) -> dict[str, Any]:
     bundles, share = _hbm(made, gpu, geometry)
     return {"load": made.load.name, "step_ms": 1e3 * made.load.pace.step_s, "slack_ms": [1e3 * slack for slack in made.load.pace.slack_s],
-            "ahead": made.load.ahead, "sample": made.rate, "warm_batches": made.load.warm, "rows": [row.to_json() for row in made.rows],
+            "ahead": made.load.ahead, "notice": made.load.notice,
+            "sample": made.rate, "warm_batches": made.load.warm, "rows": [row.to_json() for row in made.rows],
             "recommended_dram": made.recommended.dram, "hbm": {"bytes": gpu, "bundles": bundles, "hit_rate_at_least": share},
             "limit": made.limit, "needs_reads_s": made.needs_reads_s, "window": made.window,
             "tokens_dollar_whole_table_in_dram": made.whole_in_dram}
@@ -198,6 +199,8 @@ def _show(made: Plan, gpu: int, geometry: Geometry, most_stall: float) -> None:
     slack = ", ".join(f"layer {layer} after {1e3 * at:.1f}" for layer, at in zip(geometry.layers, load.pace.slack_s))
     sampled = "" if made.rate == 1 else f", a sample of {made.rate:.1%} of the bundles"
     console.print(f"\n{load.name}: steps of {1e3 * load.pace.step_s:.1f} ms, {slack} ms{sampled}", soft_wrap=True)
+    if load.notice:
+        console.print(f"  {load.notice}", soft_wrap=True)
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("DRAM", "hits", "by order", "LRU", "reads", "stall ms", "p99", "tokens/s", "M/$", ""):
         table.add_column(name, justify="right", no_wrap=True)

@@ -23,10 +23,10 @@ import click
 @click.option("--stripe", "stripes", multiple=True, type=click.Path(path_type=Path, file_okay=False),
               help="Where the stripes are now, in their order, if they moved.")
 @click.option("--layer", "layers", multiple=True, type=int, help="Serve this decoder layer only; may be given several times.")
-@click.option("--clients", default=16, show_default=True, help="Most processes attached at once.")
-@click.option("--batches", default=64, show_default=True, help="Most unreleased batches of a client.")
-@click.option("--batch-tokens", default=65536, show_default=True, help="Most tokens of a batch.")
-@click.option("--readers", type=int, help="Reader threads; default: by queue and processors.")
+@click.option("--clients", type=click.IntRange(1, 1024), default=16, show_default=True, help="Most processes attached at once.")
+@click.option("--batches", type=click.IntRange(1, 1024), default=64, show_default=True, help="Most unreleased batches of a client.")
+@click.option("--batch-tokens", type=click.IntRange(1, 1 << 22), default=65536, show_default=True, help="Most tokens of a batch.")
+@click.option("--readers", type=click.IntRange(1, 256), help="Reader threads; default: by queue and processors.")
 @click.option("--metrics-port", type=click.IntRange(0, 65535), help="Answer Prometheus on this port of the loopback address.")
 def serve(store: Path, path: Path, dram: str, hotset: Path | None, queue: str, stripes: tuple[Path, ...], layers: tuple[int, ...],
           clients: int, batches: int, batch_tokens: int, readers: int | None, metrics_port: int | None) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -47,7 +49,8 @@ def build(paths: tuple[Path, ...], tokenizer: Path | None, out: Path, tokens: in
 
 @trace.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-@click.option("-o", "--out", type=A_PATH, required=True, help="The trace to write; a second store writes NAME-1, and so on.")
+@click.option("-o", "--out", type=A_PATH, required=True,
+              help="The trace to write; a second store, or a second run, writes NAME-1, and so on.")
 @click.option("--tokens", type=click.IntRange(1), default=1 << 20, show_default=True, help="End the recording after so many.")
 @click.option("--keys", is_flag=True, help="No tokens in the file: anonymous n-gram keys, made with a secret that is not kept.")
 def record(command: tuple[str, ...], out: Path, tokens: int, keys: bool) -> None:
@@ -58,16 +61,29 @@ def record(command: tuple[str, ...], out: Path, tokens: int, keys: bool) -> None
     from ssdgram.store import VARIABLE
 
     wanted = f"{tokens}:{'keys' if keys else 'tokens'}:{out.absolute()}"
+    before = set(_recordings(out))
     try:
         status = subprocess.run(command, env={**os.environ, VARIABLE: wanted}).returncode
     except FileNotFoundError as error:
         raise click.UsageError(f"there is no program {command[0]!r}") from error
-    if not out.exists() or out.stat().st_size == 0:
-        click.echo(f"{out}: nothing was recorded: the command closed no store that it had opened", err=True)
-    else:
-        click.echo(f"{out}: {out.stat().st_size} bytes; next: ssdgram trace stats {out}")
+    made = [path for path in _recordings(out) if path not in before]
+    for path in made:
+        if path.stat().st_size == 0:                         # the name was taken when the store was opened, and nothing came after
+            path.unlink()
+            click.echo(f"{path}: not written: the command did not close the store, or said above why it could not be written", err=True)
+            status = status or 1
+        else:
+            click.echo(f"{path}: {path.stat().st_size} bytes; next: ssdgram trace stats {shlex.quote(str(path))}")
+    if not made:
+        click.echo(f"{out}: nothing was recorded: the command opened no store", err=True)
     if status:
         raise click.exceptions.Exit(status if status > 0 else 128 - status)
+
+
+def _recordings(out: Path) -> list[Path]:
+    """`out` and the names beside it that further stores get (NAME-1, ...), as far as they are there."""
+    numbered = re.compile(re.escape(out.stem) + r"(-\d+)?" + re.escape(out.suffix))
+    return sorted(path for path in out.parent.glob("*") if numbered.fullmatch(path.name)) if out.parent.is_dir() else []
 
 
 @trace.command()
@@ -164,6 +180,10 @@ def replay(path: Path, store: Path, dram: str, streams: int | None, chunk: int |
     if as_json:
         click.echo(json.dumps({"shape": name, "dram": dram, "warm_batches": first, **done}, indent=1))
         return
+    if streams is not None or (chunk is None and loaded.batches is None):
+        notice = shape.shortfall(streams or 64)
+        if notice:
+            click.echo(notice, err=True)
     click.echo(f"{name}, dram {dram}, {done['batches']} batches after {first} that warmed the cache: {done['positions']} tokens in "
                f"{done['seconds']} s, {done['positions_s']:,.0f} tokens/s")
     click.echo(f"  hit rate {done['hit_rate']:.4f} (" + ", ".join(f"order {order}: {rate:.4f}"
