@@ -16,6 +16,7 @@ import json
 import math
 import os
 import re
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ TOKEN_MAP = "token_map.npy"
 DIGEST = "sha256"                                            # over all bytes of a column file
 MAX_MANIFEST_BYTES = 64 << 20
 MAX_STRIPES = 1024
+SETTLED_NS = 2_000_000_000                                   # a file that changed later may change again at the same time of its clock
 FIELDS = ("format", "generation", "geometry", "row_bytes", "rows_per_page", "roots", "digest_algorithm", "files", "token_map",
           "global_scales", "source")
 
@@ -175,6 +177,19 @@ def identity(out: str | os.PathLike[str]) -> str:
         return hashlib.sha256(read_bounded(Path(out, MANIFEST), MAX_MANIFEST_BYTES)).hexdigest()
     except OSError:
         return ""
+
+
+def stamp(out: str | os.PathLike[str]) -> tuple[int, ...]:
+    """What the file system says of manifest.json without reading it; () if there is none, or one that changed a moment ago.
+
+    As long as it stays the same and is not (), so does `identity`, which takes fifty times as long.
+    """
+    try:
+        found = os.stat(Path(out, MANIFEST))
+    except OSError:
+        return ()
+    settled = time.time_ns() - found.st_ctime_ns > SETTLED_NS
+    return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns) if settled else ()
 
 
 def write_durably(path: Path, data: bytes) -> None:

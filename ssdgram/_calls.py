@@ -12,11 +12,14 @@ from ssdgram._compiled import (SYS_SCHED_YIELD, address_of, atomic_add, atomic_l
                                compiled_lean, fence, futex_wait, now_ns, syscall, view_i32, view_i64, view_u8)
 from ssdgram._kept import PLAN_AT, plan_at, state_at
 from ssdgram._plan_state import (C_COPY_REQUESTED, C_LONG_SLEEP, C_QUEUES, C_REQUEST_TAIL, FREE_BATCH, NO_ERROR, PP_BATCH_LINE,
-                                 PP_LAYERS, PP_ORDERS, RELEASE, SUBMIT, SUBMITTED, W_ERROR, W_LAYER, W_SEQUENCE, W_SLEEPERS, W_STAGE)
+                                 PP_LAYERS, PP_ORDERS, PP_VOCABULARY, RELEASE, SUBMIT, SUBMITTED, W_ERROR, W_LAYER, W_SEQUENCE,
+                                 W_SLEEPERS, W_STAGE)
 from ssdgram._state import COPIER_WORD, STOP
+from ssdgram.kernels.hash import check_tokens
 from ssdgram.queues._handoff import wake_planner
 
 TIMED_OUT, READY, FAILED, REFUSED = range(4)                 # what a wait comes to
+NO_ROW, BAD_ID = -1, -2                                      # what the look for a batch row comes to, if not to a row
 F_SLOTS, F_NUMBERS, F_WORDS, F_USED, F_POSITIONS, F_NUMBER, F_COUNT = range(7)           # what a frame writes down
 
 
@@ -35,13 +38,19 @@ def ring(kept):  # type: ignore[no-untyped-def]
 
 
 @compiled_lean
-def free_row(kept):  # type: ignore[no-untyped-def]
-    """The first batch row that is FREE; -1: none."""
+def free_row(kept, tokens, flags):  # type: ignore[no-untyped-def]
+    """The first batch row that is FREE; NO_ROW: none. BAD_ID - k: flat token k takes part, and is none of the vocabulary's.
+
+    tokens int32 [N], flags uint8 [N]: those that are on the host, for what a GPU sends is checked when it is there.
+    """
     plan = plan_at(kept + PLAN_AT)
+    bad = check_tokens(tokens, flags, plan.params[PP_VOCABULARY])
+    if bad >= 0:
+        return BAD_ID - bad
     for row in range(plan.batches.shape[0]):
         if atomic_load(plan.words, row * plan.params[PP_BATCH_LINE] + W_STAGE) == FREE_BATCH:
             return row
-    return -1
+    return NO_ROW
 
 
 @compiled_lean
@@ -66,6 +75,7 @@ def submit(kept, row, ticket, tokens, flags, flag, slots, held, positions, windo
     for layer in range(row * layers, (row + 1) * layers):
         plan.layers[layer].word = 0
         plan.layers[layer].expected = 0
+        plan.gpu_words[layer] = 0                            # those of the row's last batch have arrived
     batch.taken_ns = batch.planned_ns = batch.published_ns = batch.busy_ns = 0
     batch.probes = batch.misses = batch.joined = batch.reads = 0
     batch.submitted_ns = now_ns()
@@ -89,6 +99,15 @@ def hand_back(kept, row):  # type: ignore[no-untyped-def]
     fence()
     if plan.control[C_LONG_SLEEP] != 0 or plan.control[C_QUEUES] >= 0 or plan.control[C_QUEUES + 2] >= 0:
         wake_planner(state_at(kept))
+
+
+@compiled_lean
+def release(kept, row, ticket):  # type: ignore[no-untyped-def]
+    """`hand_back`, if the row is that batch's: one that was never submitted, or was handed back, may be another's by now. Whether it is."""
+    if plan_at(kept + PLAN_AT).batches[row].ticket != ticket:
+        return False
+    hand_back(kept, row)
+    return True
 
 
 @compiled_lean
@@ -146,13 +165,15 @@ def give_way():  # type: ignore[no-untyped-def]
 
 @compiled_lean
 def load_ready(kept, row, frame):  # type: ignore[no-untyped-def]
-    """Load a batch into a frame if neither is waited for: all layers are READY, the last launch has ended. Whether it was done.
+    """Load a batch into a frame if it fits and neither is waited for: all layers are READY, the last launch has ended. Whether it was.
 
     frame: int64, what `Frame` wrote down: the addresses of its slots, numbers, words and used, its positions, its last number.
     """
     plan = plan_at(kept + PLAN_AT)
     layers, orders, positions = plan.params[PP_LAYERS], plan.params[PP_ORDERS], plan.batches[row].positions
     words, used = view_i64(frame[F_WORDS], layers), view_u8(frame[F_USED], layers)
+    if positions > frame[F_POSITIONS]:
+        return False
     if not all_ready(plan.words, row * plan.params[PP_BATCH_LINE], layers) or not frame_is_idle(words, used, frame[F_NUMBER]):
         return False
     frame[F_NUMBER] += 1

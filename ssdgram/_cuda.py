@@ -146,7 +146,6 @@ class CudaSide:
             self._token_buffers: dict[int, list[torch.Tensor]] = {}
             self._fills: dict[int, FillMemory] = {}
             self.framed: dict[int, Any] = {}                 # row -> memory of the frame that its batch was loaded into
-            self._gathers_done = plan.gpu_words.reshape(rows, layers)
             self._views: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
             self.gathers = [self._gather(store, index) for index in range(layers)]
             self._promote = Promote(store._stride)
@@ -187,9 +186,8 @@ class CudaSide:
         """Pinned int32 memory for the slots of a batch that uses `row` anew, as NumPy and as torch see it.
 
         What the row had before is free, for its words arrived; a row that is used for the same shape keeps its memory, so a
-        steady decode loop makes no tensors here. The row's words start from 0.
+        steady decode loop makes no tensors here. The row's words start from 0: `submit` sees to that.
         """
-        self._gathers_done[row] = 0
         for buffer in self._token_buffers.pop(row, ()):
             self.pool.give(buffer)
         known = self._plans.get(row)
@@ -233,7 +231,7 @@ class CudaSide:
     def _filled(self, sequence: Sequence, row: int, ticket: int,
                 into: tuple[torch.Tensor, torch.Tensor] | None) -> tuple[np.ndarray, np.ndarray, int]:
         """`tokens_to_host` for a deferred sequence: its own kernels write tokens and flags."""
-        memory = self._fill_memory(row, len(sequence.flat_tokens), into)
+        memory = self._fill_memory(row, sequence._flat_length, into)
         with self.current():
             mark = Mark(memory.counter, memory.done, ticket)
             if memory.length == 0 or sequence.fill is None or not sequence.fill(memory.tokens, memory.flags, mark):

@@ -25,7 +25,8 @@ from ssdgram.kernels.hash import OUTPUT, PARTICIPATES, STARTS, check_tokens, pla
 
 _LOW, _HIGH = -2**31, 2**31 - 1
 _NONE = np.empty(0, np.int32)
-_USUAL = (np.dtype(np.int64), np.dtype(np.int32))
+_INT32, _UINT8 = np.dtype(np.int32), np.dtype(np.uint8)      # NumPy takes longer to find them by its types' names
+_USUAL = (np.dtype(np.int64), _INT32)
 
 
 class Mark(NamedTuple):
@@ -51,14 +52,16 @@ class Sequence:
     types and lengths. A CUDA tensor of tokens is kept as `device_tokens` and not waited for.
     """
 
-    __slots__ = ("_length", "_ragged", "_wide", "device_tokens", "fill", "flat_flags", "flat_tokens", "lookback_length")
+    _flat_length: int                                        # of a deferred one
+    __slots__ = ("_flat_length", "_length", "_ragged", "_wide", "device_tokens", "fill", "flat_flags", "flat_tokens", "lookback_length")
 
     def __init__(self, tokens: Any, participates: Any = None, lookback: Any = None, lookback_participates: Any = None) -> None:
         self.fill: Fill | None = None
         self._ragged: tuple[np.ndarray, int] | None = None   # (lengths of the requests, width of their windows)
         if participates is lookback is lookback_participates is None and _is_plain(tokens):
-            self.device_tokens, self._length, self.lookback_length = None, len(tokens), 0       # the usual case, in few steps
-            self.flat_tokens, self.flat_flags = np.empty(len(tokens), np.int32), np.empty(len(tokens), np.uint8)
+            length = len(tokens)                             # the usual case, in few steps
+            self.device_tokens, self._length, self.lookback_length = None, length, 0
+            self.flat_tokens, self.flat_flags = np.empty(length, _INT32), np.empty(length, _UINT8)
             fits = plain_sequence(tokens, self.flat_tokens, self.flat_flags)
             self._wide = {} if fits else _clip_into(self.flat_tokens, tokens, 0)
             return
@@ -146,9 +149,15 @@ class Sequence:
         """
         made = cls.__new__(cls)
         made.device_tokens, made._ragged, made.lookback_length, made._wide = None, None, 0, {}
-        made._length, made.fill = length, fill
-        made.flat_tokens, made.flat_flags = np.zeros(flat_length, np.int32), np.zeros(flat_length, np.uint8)
+        made._length, made._flat_length, made.fill = length, flat_length, fill
         return made
+
+    def __getattr__(self, name: str) -> np.ndarray:
+        """The flat arrays of a deferred Sequence, made when they are first asked for: a GPU's kernels write elsewhere."""
+        if name not in ("flat_tokens", "flat_flags"):
+            raise AttributeError(f"a Sequence has no {name}")
+        self.flat_tokens, self.flat_flags = np.zeros(self._flat_length, _INT32), np.zeros(self._flat_length, _UINT8)
+        return self.flat_tokens if name == "flat_tokens" else self.flat_flags
 
     def __len__(self) -> int:
         return self._length

@@ -42,6 +42,7 @@ class Staging:
             if tuple(target.shape[1:]) != shape or str(target.dtype) != "torch.bfloat16" or not target.is_contiguous():
                 raise ConfigError(f"layer {layer}'s tensor is {target.dtype} {list(target.shape)}: expected contiguous torch.bfloat16 "
                                   f"[tokens, {shape[0]}, {shape[1]}]")
+        self.places = {layer: (target.data_ptr(), target.shape[0], target.dtype) for layer, target in self.targets.items()}
         self._cuttable = store._cuda is None or shape[0] * shape[1] * 2 % 16 == 0        # a gather writes to 16-byte boundaries
         self._graphs: list[tuple[int, Any, Any]] = []        # (positions, frame, graph), from few to many
         if store._cuda is not None:

@@ -7,6 +7,7 @@ one that another batch was already reading under `joins`. It knows only the arra
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 WAIT_BUCKETS = 32                                            # bucket k: waits of 2**(k-1) .. 2**k us
 
 
-def bounds(counts: np.ndarray) -> dict[float, int]:
+def bounds(counts: Sequence[int] | np.ndarray) -> dict[float, int]:
     """Power-of-two buckets as {upper bound in us: count in this bucket alone}; the last is unbounded."""
     last = len(counts) - 1
     return {float("inf") if k == last else float(1 << k): int(count) for k, count in enumerate(counts)}

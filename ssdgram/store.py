@@ -35,7 +35,7 @@ from ssdgram import _plan_state as p
 from ssdgram import _state as s
 from ssdgram._arena import Arena
 from ssdgram._budget import PRIVATE, parse_size, sizes
-from ssdgram._calls import free_row, hand_back, ring, submit, wait_free
+from ssdgram._calls import BAD_ID, NO_ROW, free_row, hand_back, release, ring, submit, wait_free
 from ssdgram._compiled import compile_for
 from ssdgram._crew import crew_loop, wake_crew
 from ssdgram._kept import keep, lay_out
@@ -58,9 +58,9 @@ from ssdgram.hotset import save as save_hotset
 from ssdgram.kernels.gather_cpu import RowFormat, row_format
 from ssdgram.kernels.hash import ngram_keys
 from ssdgram.layout.files import load_token_map, resolve
-from ssdgram.layout.manifest import MANIFEST, Manifest, identity
+from ssdgram.layout.manifest import MANIFEST, Manifest, identity, stamp
 from ssdgram.layout.page import PAGE_BYTES
-from ssdgram.sequence import Sequence, check_ids, flatten
+from ssdgram.sequence import Sequence, bad_id, flatten
 from ssdgram.stats import WAIT_BUCKETS, Stats, snapshot
 
 if TYPE_CHECKING:
@@ -74,12 +74,13 @@ PRIORITIES = {"step": s.STEP, "background": s.BACKGROUND}
 VARIABLE = "SSDGRAM_TRACE_RECORD"                            # what to record, and where (ssdgram.tools.trace_record)
 SCALE_RULES = ("spec", "vllm", "sglang")                     # kernels/dequant.py
 PLANNED_HERE = 512                                           # tokens of a step that the caller's thread plans, if the planner sleeps
-SWEEP = 16                                                   # batches handed back of which the memory is kept without a look
-KEPT_PLAN = 1 << 13                                          # entries of a plan whose memory is kept
+KEPT_PLAN = 1 << 13                                          # entries of a plan, or tokens, whose memory is kept for the row's next batch
 WARM_WINDOW = 512                                            # flat tokens that `warm` plans at a time
 ROW_WAIT_S = 5.0                                             # how long `prefetch` waits for a batch that is being released
 _open_stores: weakref.WeakSet[Store] = weakref.WeakSet()
 _leaked: list[Any] = []                                      # memory that a drive may still write to
+_process = os.getpid()                                       # this one: a forked child writes down its own (_forget_all)
+_NO_IDS = np.empty(0, np.int32), np.empty(0, np.uint8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +144,7 @@ def open(out: str | os.PathLike[str], dram: str | int = "1GiB", hbm: str | int =
 class Store:
     """An open store; made by `ssdgram.open`. Also a context manager that closes it."""
 
+    _made_by = "open"
     scale_rule = "spec"                                      # what the rows of `open(scale_rule=...)` follow
     numa_node: int | None = None                             # the GPU's, if the machine has several and tells: memory and threads are there
 
@@ -155,7 +157,7 @@ class Store:
         self.path, self.tuning, self.device, self.scale_rule = Path(out), tuning, device, scale_rule
         if scale_rule not in SCALE_RULES:
             raise ConfigError(f"scale_rule={scale_rule!r}: expected one of {list(SCALE_RULES)}")
-        self._identity = identity(out)
+        self._stamp, self._identity = stamp(out), identity(out)
         self.manifest = Manifest.load(out)
         self.geometry = self.manifest.geometry
         self._selection = _opening.Selection.of(self.geometry, layers, columns)
@@ -176,7 +178,10 @@ class Store:
         self._alive: dict[int, Any] = {}                     # row -> tokens and flags that its addresses point into
         self._row_memory: dict[int, tuple[np.ndarray, np.ndarray]] = {}          # row -> slots and held, kept for the next batch
         self._leaving: set[int] = set()                      # rows handed back, or of `warm`: free as soon as the planner is done
-        self._wait_counts, self._wait_us_sum, self._served_bytes = np.zeros(WAIT_BUCKETS, np.int64), 0.0, 0
+        self._large: set[int] = set()                        # of those, the ones whose memory is not kept
+        self._wait_counts, self._wait_us_sum, self._served_bytes = [0] * WAIT_BUCKETS, 0.0, 0
+        self._per_position = len(self.layers), self.geometry.orders
+        self._longest_ngram = self.geometry.max_ngram
         all_paths = resolve(out, self.manifest, stripes)
         self._paths = [all_paths[index * self.geometry.columns + column]
                        for index in self._selection.indices for column in self.columns]
@@ -241,7 +246,7 @@ class Store:
             undo.pop_all()
         self._closed = False
         _open_stores.add(self)
-        self._looked_ns = time.monotonic_ns()
+        self._look_again_ns = time.monotonic_ns() + int(tuning.identity_check_s * 1e9)
         try:
             self._read_dead_bundles()
         except BaseException:
@@ -353,7 +358,7 @@ class Store:
         batch = self._submit(chosen, "background", window=window)
         batch._disown()                                      # the planner frees its row after the last window
         with self._lock:
-            self._leaving.add(batch._row)
+            self._let_go(batch)
         return Warming(self, batch._row, batch.ticket, sum(map(len, chosen)))
 
     def record(self, path: str | os.PathLike[str], *, limit: int = 1 << 20, keys: bool = False) -> Recorder:
@@ -493,7 +498,7 @@ class Store:
     # ------------------------------------------------------------ what Batch, stats and metrics use
 
     def _check(self) -> None:
-        if self._inherited():
+        if self._pid != _process:
             raise ForkedStoreError(f"{self.path} was opened by process {self._pid}, this is its child {os.getpid()}: open the store in the "
                                    f"process that uses it")
         if self._closed:
@@ -501,7 +506,7 @@ class Store:
 
     def _inherited(self) -> bool:
         """Whether this is a forked child's copy."""
-        return os.getpid() != self._pid
+        return self._pid != _process
 
     def _expect_step(self) -> None:
         """A batch is about to be handed in: what takes its time to be ready for it may begin now."""
@@ -516,44 +521,40 @@ class Store:
 
     def _look_at_manifest(self) -> None:
         now = time.monotonic_ns()
-        if now - self._looked_ns < self.tuning.identity_check_s * 1e9:
+        if now < self._look_again_ns:
             return
-        self._looked_ns = now
-        if identity(self.path) != self._identity:
-            self._looked_ns = 0                              # and again at the next call
-            raise StoreReplacedError(f"{self.path / MANIFEST} is not the one that this store was opened with (generation "
-                                     f"{self.manifest.generation:016x}): close the store and open it again")
+        found = stamp(self.path)
+        if not found or found != self._stamp:                # else it need not be read, which would take a step longer than its plan
+            if identity(self.path) != self._identity:
+                self._look_again_ns = 0                      # at the next call
+                raise StoreReplacedError(f"{self.path / MANIFEST} is not the one that this store was opened with (generation "
+                                         f"{self.manifest.generation:016x}): close the store and open it again")
+            self._stamp = found
+        self._look_again_ns = now + int(self.tuning.identity_check_s * 1e9)
 
     def _submit(self, sequences: list[Sequence], priority: str, window: int, ticket: int | None = None, soon: bool = False) -> Batch:
         """Hand in a batch. `soon`: the caller is about to wait for it, and will look for tokens of a GPU itself."""
-        tokens, flags, positions = flatten(sequences, self.geometry.max_ngram)
-        if len(sequences) == 1:                              # a step: everything here counts
-            deferred, on_device = sequences[0].fill is not None, sequences[0].device_tokens is not None
+        on_device = self._from_device(sequences)
+        if on_device and sequences[0].fill is not None:      # it says where it wrote
+            tokens, flags, positions = *_NO_IDS, len(sequences[0])
         else:
-            deferred = any(sequence.fill is not None for sequence in sequences)
-            on_device = any(sequence.device_tokens is not None for sequence in sequences)
-        if deferred and len(sequences) > 1:
-            raise ConfigError("a deferred Sequence is a batch of its own: not one of a list")
-        on_device = on_device or (deferred and self._cuda is not None)
-        if deferred and not on_device:
-            sequences[0].fill_now()
-        if not on_device:
-            check_ids(sequences, self.geometry.max_ngram, tokens, flags, self._vocabulary)
-        layers, orders = len(self.layers), self.geometry.orders
+            tokens, flags, positions = flatten(sequences, self._longest_ngram)
         planned = min(window, positions) if window else positions
         flag, here = 0, not on_device and window == 0 and priority == "step" and positions <= PLANNED_HERE
         with self._lock:
-            row = self._free_row()
+            row = self._free_row(*_NO_IDS) if on_device else self._free_row(tokens, flags)
+            if row <= BAD_ID:
+                raise bad_id(sequences, self._longest_ngram, BAD_ID - row, self._vocabulary)
             if ticket is None:
                 self._tickets += 1
                 ticket = self._tickets
-            slots, held, device_slots = self._plan_memory(row, (layers, planned, orders))
+            slots, held, device_slots = self._plan_memory(row, planned)
             try:
                 if on_device:
                     tokens, flags, flag = self._cuda.tokens_to_host(  # type: ignore[union-attr]
-                        sequences, self.geometry.max_ngram, tokens, flags, row, ticket)
-                self._alive[row] = (tokens, flags)
-                batch = Batch(self, row, ticket, slots, held, (tokens, flags))   # before `submit`: Ctrl-C behind it finds an owner
+                        sequences, self._longest_ngram, tokens, flags, row, ticket)
+                flat = self._alive[row] = tokens, flags
+                batch = Batch(self, row, ticket, slots, held, flat)              # before `submit`: Ctrl-C behind it finds an owner
                 batch._device_slots, batch._flag = device_slots, flag
                 submit(self._address, row, ticket, tokens, flags, flag, slots, held, planned, window, PRIORITIES[priority],
                        not (here or (soon and on_device)))
@@ -567,6 +568,23 @@ class Store:
                 self._recorder.add(tokens, flags)
         return batch
 
+    def _from_device(self, sequences: list[Sequence]) -> bool:
+        """Whether a GPU is to send tokens. The deferred Sequence of a store on the CPU is filled here and now."""
+        if len(sequences) == 1:                              # a step: everything here counts
+            on_device, fill = sequences[0].device_tokens is not None, sequences[0].fill
+        else:
+            on_device, fill = any(sequence.device_tokens is not None for sequence in sequences), None
+            if any(sequence.fill is not None for sequence in sequences):
+                raise ConfigError("a deferred Sequence is a batch of its own: not one of a list")
+        if self._cuda is not None:
+            return on_device or fill is not None
+        if on_device:
+            raise ConfigError(f"tokens on a GPU: {self._made_by} with device='cuda' (this store has {self.device!r}), or copy them to the "
+                              f"host")
+        if fill is not None:
+            sequences[0].fill_now()
+        return False
+
     def _plan_here(self, row: int) -> None:
         """Plan a batch whose tokens came from a GPU, if the planner sleeps."""
         with self._lock:
@@ -578,9 +596,10 @@ class Store:
             if not self._closed:
                 ring(self._address)
 
-    def _plan_memory(self, row: int, shape: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray, Any]:
+    def _plan_memory(self, row: int, positions: int) -> tuple[np.ndarray, np.ndarray, Any]:
         """Memory for the plan of a batch that uses `row` anew: slots int32 [L, T, orders] (and as the GPU sees them), held
         int32 [L, T * orders]. A row that is used for the same shape again keeps its memory: the batch before is out of it."""
+        shape = self._per_position[0], positions, self._per_position[1]
         known = self._row_memory.get(row)
         device_slots = None
         if self._cuda is not None:
@@ -593,18 +612,22 @@ class Store:
         self._row_memory[row] = slots, held
         return slots, held, device_slots
 
-    def _free_row(self) -> int:
-        """A free batch row; the caller holds the lock, once. Batches that were released may still be leaving: they are waited for,
-        without the lock, so that other threads go on and release theirs."""
+    def _free_row(self, tokens: np.ndarray, flags: np.ndarray) -> int:
+        """A free batch row for those tokens, or what `free_row` says of the first that is bad; the caller holds the lock, once."""
+        if self._closed:
+            self._check()                                    # raises
+        row = free_row(self._address, tokens, flags)
+        if row == NO_ROW:
+            row = self._wait_for_row()
+        self._leaving.discard(row)
+        self._large.discard(row)
+        return row
+
+    def _wait_for_row(self) -> int:
+        """Batches that were released may still be leaving: they are waited for, without the lock, so that other threads go on and
+        release theirs."""
         deadline = time.monotonic() + ROW_WAIT_S
         while True:
-            self._check()
-            row = free_row(self._address)
-            if row < 0:
-                self._sweep()
-            if row >= 0:
-                self._leaving.discard(row)
-                return row
             ring(self._address)                              # it may be asleep, with releases before it
             released = [row for row in self._leaving if self._plan.batches["window"][row] == 0]
             if not released or time.monotonic() > deadline:
@@ -614,35 +637,46 @@ class Store:
                 wait_free(self._plan.words, released[0] * self._line, 10_000_000)
             finally:
                 self._lock.acquire()
+            self._check()
+            row = free_row(self._address, *_NO_IDS)
+            if row != NO_ROW:
+                return row
         found = enumerate(self._plan.batches["ticket"].tolist())
         tickets = sorted(ticket for row, ticket in found if ticket > 0 and row not in released)
         raise StoreBusyError(f"{len(self._plan.batches)} batches are unreleased, the oldest is {min(tickets, default=0)}: release "
                              f"batches, or open the store with Tuning(batches=...)", tickets)
 
+    def _let_go(self, batch: Batch) -> None:
+        """What the batch's row points into is the planner's until the row is free; a small batch's is kept for the next one there."""
+        self._leaving.add(batch._row)
+        if batch._slots.size > KEPT_PLAN or len(batch._flat[0]) > KEPT_PLAN:
+            self._large.add(batch._row)
+        if self._large:
+            self._sweep()
+
     def _sweep(self) -> None:
-        """Give up what rows point into that the planner has done with; small plans' memory is kept for the next batch there."""
-        for row in [row for row in self._leaving if self._plan.words[row * self._line + p.W_STAGE] == p.FREE_BATCH]:
-            self._leaving.discard(row)
+        """Give up what large batches' rows point into, where the planner has done with them."""
+        for row in [row for row in self._large if self._plan.words[row * self._line + p.W_STAGE] == p.FREE_BATCH]:
+            self._large.discard(row)
             self._alive.pop(row, None)
-            if row in self._row_memory and self._row_memory[row][0].size > KEPT_PLAN:
-                del self._row_memory[row]
+            self._row_memory.pop(row, None)
 
     def _hand_back(self, batch: Batch) -> None:
         """Release a batch, if it was submitted."""
         if self._inherited():
             self._check()                                    # raises
         with self._lock:
-            if not self._closed and int(self._plan.batches["ticket"][batch._row]) == batch.ticket:
-                if self._recorder is not None and self._plan.batches["flag"][batch._row] != 0:
-                    self._record_device_tokens(batch)
-                self._push_release(batch._row)
-                self._leaving.add(batch._row)
-                if len(self._leaving) > SWEEP:
-                    self._sweep()
+            if self._closed:
+                return
+            if self._recorder is not None:
+                self._record_device_tokens(batch)
+            if release(self._address, batch._row, batch.ticket):
+                self._let_go(batch)
 
     def _record_device_tokens(self, batch: Batch) -> None:
         """Tokens of a GPU are on the host by the time that a batch which was waited for is released; of another they may be not."""
-        if self._recorder is not None and int(self._plan.token_words[batch._row]) == batch.ticket:
+        record = self._plan.batches[batch._row]
+        if self._recorder is not None and record["flag"] != 0 and record["ticket"] == self._plan.token_words[batch._row] == batch.ticket:
             self._recorder.add(*batch._flat)
 
     def _push_release(self, row: int) -> None:
@@ -651,7 +685,7 @@ class Store:
     def _count_wait(self, seconds: float, count: int = 1) -> None:
         us = seconds * 1e6
         with self._lock:
-            self._wait_counts[min(WAIT_BUCKETS - 1, int(us).bit_length())] += count
+            self._wait_counts[min(WAIT_BUCKETS - 1, int(us).bit_length()) if us else 0] += count
             self._wait_us_sum += us * count
 
     def _count_served(self, count: int) -> None:
@@ -741,6 +775,8 @@ def _close_all() -> None:
 
 def _forget_all() -> None:
     """In a forked child: give up the parent's descriptors, so that neither ring nor file is held open by us."""
+    global _process
+    _process = os.getpid()                                   # first: from here on every call says whose the stores are
     for store in list(_open_stores):
         store._forget()
     _open_stores.clear()

@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import pickle
+import time
 
 import pytest
 from checkpoints import small_engram, small_ple
@@ -11,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssdgram.errors import ManifestError
+from ssdgram.layout import manifest as module
 from ssdgram.layout.convert import convert
-from ssdgram.layout.manifest import Manifest, identity, write_durably
+from ssdgram.layout.manifest import Manifest, identity, stamp, write_durably
 
 
 @pytest.fixture(scope="module")
@@ -214,3 +216,21 @@ def test_identity_follows_the_contents(store, tmp_path):
     assert identity(tmp_path) == identity(store) != ""
     (tmp_path / "manifest.json").write_bytes((store / "manifest.json").read_bytes() + b" ")
     assert identity(tmp_path) != identity(store)
+
+
+def test_a_stamp_tells_files_apart_that_had_time_to_settle(store, tmp_path, monkeypatch):
+    """Written anew with the same bytes, in place, or away: another stamp. Of a file that has just changed it tells nothing."""
+    path, text = tmp_path / "manifest.json", (store / "manifest.json").read_bytes()
+    assert stamp(tmp_path) == ()
+    path.write_bytes(text)
+    assert stamp(tmp_path) == ()
+    monkeypatch.setattr(module, "SETTLED_NS", -1)
+    first = stamp(tmp_path)
+    assert first == stamp(tmp_path) != ()
+    write_durably(path, text)
+    second = stamp(tmp_path)
+    time.sleep(0.02)                                         # the clock that files are stamped by ticks every 1 to 10 ms
+    path.write_bytes(text)
+    assert len({first, second, stamp(tmp_path)}) == 3
+    path.unlink()
+    assert stamp(tmp_path) == ()

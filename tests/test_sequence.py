@@ -156,3 +156,15 @@ def test_the_flat_form_goes_in_as_it_came_out():
 def test_a_flat_form_of_other_types_is_refused(tokens, flags):
     with pytest.raises(TokenError, match="the flat form is"):
         Sequence.of_flat(tokens, flags)
+
+
+def test_a_deferred_sequences_arrays_are_made_when_they_are_asked_for():
+    """A GPU's kernels write elsewhere, so that a step makes none."""
+    made = Sequence.deferred(3, 5, lambda *_: None)
+    with pytest.raises(AttributeError):
+        Sequence.flat_tokens.__get__(made)                   # past the making
+    assert len(made) == 3 and repr(made) == "Sequence(3 tokens, 0 of lookback)"
+    tokens, flags, count = flatten([made], 4)
+    assert tokens.tolist() == [0] * 5 == flags.tolist() and count == 3 and tokens is made.flat_tokens and flags is made.flat_flags
+    with pytest.raises(AttributeError, match="no such_thing"):
+        _ = made.such_thing

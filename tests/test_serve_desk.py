@@ -1,5 +1,7 @@
 """What a client writes into its share is believed by nobody: bad numbers put the client out, and harm neither server nor others."""
 
+import types
+
 import numpy as np
 import pytest
 from made_stores import assert_served, nobody_plans, until
@@ -121,7 +123,7 @@ def test_tokens_that_were_never_checked(engram, server, good):
     for token in (-1, engram.vocabulary, 2**31 - 1, -(2**31)):
         tokens, flags = np.array([1, token, 3], np.int32), np.full(3, PARTICIPATES | OUTPUT, np.uint8)
         with store._lock:
-            row = store._free_row()
+            row = store._free_seat()
             store._tokens[row, :3], store._flags[row, :3] = tokens, flags
             store._push(row, 3, 3, "step", 0)
             store._unreleased.add(row)
@@ -137,7 +139,7 @@ def test_flags_and_tokens_that_change_meanwhile(engram, server, good):
     with ssdgram.attach(server.path) as store:
         tokens = engram.tokens(6)
         with store._lock:
-            row = store._free_row()
+            row = store._free_seat()
             store._tokens[row, :6], store._flags[row, :6] = tokens, 0xF8 | PARTICIPATES | OUTPUT
             store._push(row, 6, 6, "step", 0)
             store._unreleased.add(row)
@@ -147,6 +149,20 @@ def test_flags_and_tokens_that_change_meanwhile(engram, server, good):
         with ssdgram.serve.client.AttachedBatch(store, row, store._tickets, 6, (tokens, tokens)) as batch:
             assert_served(engram, store, batch, tokens)
     assert until(lambda: server.attached == 1)
+
+
+def test_a_seats_words_start_from_nothing(engram, server, good, monkeypatch):
+    """What a client's GPU stored behind the gathers of the seat's last batch is not taken for this one's. Its GPU is a stand-in."""
+    with ssdgram.attach(server.path) as store:
+        store._plan.gpu_words[:] = 7
+        with monkeypatch.context() as patched:
+            patched.setattr(store, "_cuda", types.SimpleNamespace(
+                plan_memory=lambda row, shape: (None, torch.zeros(shape, dtype=torch.int32))))
+            batch = store.prefetch(engram.tokens(4, 5))
+        words = store._plan.gpu_words.reshape(-1, len(store.layers))
+        assert (words[batch._row] == 0).all() and (np.delete(words, batch._row, 0) == 7).all()
+        with batch:
+            assert_served(engram, store, batch, engram.tokens(4, 5))
 
 
 def test_tokens_that_change_while_they_are_planned(engram, server, good):
@@ -219,7 +235,7 @@ def test_tokens_that_a_gpu_brings_are_awaited(engram, server, good):
     with ssdgram.attach(server.path) as store:
         tokens = engram.tokens(7, 6)
         with store._lock:
-            row = store._free_row()
+            row = store._free_seat()
             store._flags[row, :7] = PARTICIPATES | OUTPUT
             store._tickets += 1
             store._last[row] = store._tickets
@@ -234,7 +250,7 @@ def test_tokens_that_a_gpu_brings_are_awaited(engram, server, good):
         with batch:
             assert_served(engram, store, batch, tokens)
         with store._lock:                                    # released before the tokens came: the seat waits for them
-            row = store._free_row()
+            row = store._free_seat()
             store._tickets += 1
             store._last[row] = store._tickets
             push(store, row=row, ticket=store._tickets, flat=7, positions=7, device=1)

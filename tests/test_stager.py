@@ -70,6 +70,24 @@ def test_counts_tell_steps_apart(engram, served):
     assert (counts.steps, counts.idle_steps, counts.graph_steps, counts.tokens, counts.drafts, counts.abandoned) == (2, 1, 1, 8, 2, 1)
 
 
+def test_graphs_are_captured_anew_for_other_buffers_only(engram, served, monkeypatch):
+    store, made = served(engram), []
+    staging = store.staging
+    monkeypatch.setattr(store, "staging", lambda targets: made.append(dict(targets)) or staging(targets))
+    stager, first, second = Stager(store, {}, most_tokens=8), buffers(store, 8), buffers(store, 8)
+    views = {layer: target[:8] for layer, target in first.items()}           # other objects, the same memory
+    shorter = {layer: target[:7] for layer, target in first.items()}
+    for targets, count in ((first, 1), (dict(first), 1), (views, 1), (second, 2), (second, 2), (shorter, 3), (first, 4)):
+        stager.stage(Sequence(engram.tokens(5)), targets=targets)
+        assert len(made) == count and all(made[-1][layer].data_ptr() == target.data_ptr() for layer, target in targets.items())
+    assert torch.equal(first[1], views[1]) and torch.equal(first[1].view(torch.int16), second[1].view(torch.int16))
+    codes = {layer: torch.zeros(8, len(store.columns), store.row_bytes, dtype=torch.uint8) for layer in store.layers}
+    stager.stage(Sequence(engram.tokens(5)), targets=codes)
+    assert len(made) == 4 and not stager.active
+    with store.prefetch(engram.tokens(5)) as batch:
+        assert all(torch.equal(batch.packed(layer), target[:5]) for layer, target in codes.items())
+
+
 def test_early_prefetch_keeps_its_budget_and_its_order(engram, served):
     store = served(engram)
     early = EarlyPrefetch(store, 100)

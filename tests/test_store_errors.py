@@ -47,6 +47,17 @@ def test_the_first_id_beyond_the_vocabulary(engram, store):
         store.prefetch([engram.vocabulary])
 
 
+def test_tokens_of_a_gpu_need_a_store_on_it(engram, store):
+    sequence = ssdgram.Sequence(engram.tokens(3))
+    sequence.device_tokens = object()                        # as of a CUDA tensor
+    for step in (sequence, [ssdgram.Sequence([1]), sequence]):
+        with pytest.raises(ssdgram.ConfigError, match=r"open with device='cuda' .this store has 'cpu'., or copy them"):
+            store.prefetch(step)
+    deferred = ssdgram.Sequence.deferred(1, 1, lambda *_: None)
+    with pytest.raises(ssdgram.ConfigError, match="a batch of its own"):
+        store.prefetch([deferred, sequence])
+
+
 def test_lookback_too_old_to_count_is_not_looked_at(engram, store):
     with store.prefetch([4, 5], lookback=[-9, 7, 8, 9]) as batch:
         assert_served(engram, store, batch, [4, 5], lookback=[7, 8, 9])
@@ -458,6 +469,30 @@ def test_a_replaced_store_is_noticed(engram, other, copy):
         before.release()
     with Made(copy.out, seed=1).open() as store, store.prefetch(tokens) as batch:
         assert_served(other, store, batch, tokens)
+
+
+def test_the_manifest_is_read_again_only_if_it_may_have_changed(engram, copy, monkeypatch):
+    """Reading it takes as long as a step: who has seen that the file is the same need not."""
+    from ssdgram import store as module
+    from ssdgram.layout import manifest
+
+    monkeypatch.setattr(manifest, "SETTLED_NS", -1)
+    read = []
+    identity = module.identity
+    monkeypatch.setattr(module, "identity", lambda path: read.append(path) or identity(path))
+    with copy.open(tuning=often()) as store:
+        for _ in range(3):
+            store.prefetch([1]).release()
+        assert len(read) == 1                                # at open
+        shutil.copyfile(engram.out / MANIFEST, copy.out / "another")
+        os.replace(copy.out / "another", copy.out / MANIFEST)
+        for _ in range(3):
+            store.prefetch([1]).release()
+        assert len(read) == 2
+        (copy.out / MANIFEST).write_bytes(b"{}")
+        for _ in range(2):
+            with pytest.raises(ssdgram.StoreReplacedError):
+                store.prefetch([1])
 
 
 def test_a_removed_store_is_noticed(engram, copy):

@@ -17,7 +17,7 @@ from made_stores import QUEUES, assert_served, check_planner, clear_faults, pack
 
 import ssdgram
 from ssdgram._state import FAULT_STALL
-from ssdgram.store import SWEEP, Tuning
+from ssdgram.store import Tuning
 
 torch = pytest.importorskip("torch")
 
@@ -495,8 +495,11 @@ def test_affinity(engram, served):
         assert_served(engram, store, batch, [1, 2, 3])
 
 
-def test_no_address_of_a_freed_batch_is_written(engram, store):
-    """The plan of a released batch is the planner's until its row is free; then its memory goes."""
+def test_no_address_of_a_freed_batch_is_written(engram, store, monkeypatch):
+    """The plan of a released batch is the planner's until its row is free; then its memory goes, if it is much."""
+    from ssdgram import store as module
+
+    monkeypatch.setattr(module, "KEPT_PLAN", 100)
     for seed in range(300):
         batch = store.prefetch(engram.tokens(200, seed % 5))
         batch.release()
@@ -504,4 +507,4 @@ def test_no_address_of_a_freed_batch_is_written(engram, store):
     assert quiet(store)
     with store.prefetch([1]) as batch:
         batch.wait()
-    assert len(store._alive) <= SWEEP + 2
+    assert set(store._alive) == set(store._row_memory) == {0, batch._row} and not store._large

@@ -95,14 +95,14 @@ class Stager:
         captured anew.
         """
         targets = self.targets if targets is None else targets
-        if any(target.element_size() == 1 for target in targets.values()):
+        staging = self._staging_into(targets)
+        if staging is None:
             self.begin(step, drafts=drafts)                  # bytes are gathered a layer at a time
             self.counts.graph_steps += 1
             for layer in tuple(self._left):
                 self.fill(layer, targets[layer])
             return
         self.end()
-        staging = self._staging_into(targets)
         begun = time.monotonic()
         count = staging.fill(step if isinstance(step, Sequence) else step.sequence(), self.timeout_s)
         self.counts.wait_s += time.monotonic() - begun
@@ -114,12 +114,19 @@ class Stager:
         self.counts.tokens += positions
         self.counts.drafts += drafts
 
-    def _staging_into(self, targets: Mapping[int, Any]) -> Staging:
+    def _staging_into(self, targets: Mapping[int, Any]) -> Staging | None:
+        """The staging of these buffers, which graphs read: that of the last step, as a rule. None: they take bytes."""
         staging = self._staging
-        if staging is None or any(staging.targets[layer].data_ptr() != target.data_ptr() or len(staging.targets[layer]) != len(target)
-                                  for layer, target in targets.items()):
-            staging = self._staging = self.store.staging(targets)
-        return staging
+        if staging is not None:
+            for layer, target in targets.items():
+                if staging.places[layer] != (target.data_ptr(), target.shape[0], target.dtype):
+                    break
+            else:
+                return staging
+        if any(target.element_size() == 1 for target in targets.values()):
+            return None
+        self._staging = self.store.staging(targets)
+        return self._staging
 
     def ready(self, layer: int) -> bool:
         """Whether `fill(layer)` would not wait."""

@@ -167,6 +167,7 @@ class AttachedBatch(Batch):
 class AttachedStore(Store):
     """A store that a server owns; made by `ssdgram.attach`. Close it, or use it as a context manager; the server stays."""
 
+    _made_by = "attach"
     manifest: Any
     _cuda: Any
     _block: Mapped
@@ -290,7 +291,7 @@ class AttachedStore(Store):
         self._cuda = self._gds = self._recorder = None
         self._token_rows: dict[int, Any] = {}                # seat -> its tokens and flags as torch has them, registered
         self._row_formats: dict[int, RowFormat] = {}
-        self._wait_counts, self._wait_us_sum, self._served_bytes = np.zeros(WAIT_BUCKETS, np.int64), 0.0, 0
+        self._wait_counts, self._wait_us_sum, self._served_bytes = [0] * WAIT_BUCKETS, 0.0, 0
         self._gone, self._looked = "", 0.0
 
     def _compile_ahead(self) -> None:
@@ -326,7 +327,7 @@ class AttachedStore(Store):
             part, part_flags = tokens[first:start + self.positions], flags[first:start + self.positions].copy()
             part_flags[:start - first] &= ~np.uint8(OUTPUT)
             with self._lock:
-                row = self._free_row()
+                row = self._free_seat()
                 self._tokens[row, :len(part)] = part
                 self._flags[row, :len(part)] = part_flags
                 self._push(row, len(part), int(np.count_nonzero(part_flags & OUTPUT)), "background", window)
@@ -411,31 +412,21 @@ class AttachedStore(Store):
 
     def _submit(self, sequences: list[Sequence], priority: str, window: int, ticket: int | None = None,
                 soon: bool = False) -> Batch:
+        on_device = self._from_device(sequences)
         tokens, flags, positions = flatten(sequences, self.geometry.max_ngram)
-        if len(sequences) == 1:                              # a step: everything here counts
-            deferred, on_device = sequences[0].fill is not None, sequences[0].device_tokens is not None
-        else:
-            deferred = any(sequence.fill is not None for sequence in sequences)
-            on_device = any(sequence.device_tokens is not None for sequence in sequences)
-        if deferred and len(sequences) > 1:
-            raise ConfigError("a deferred Sequence is a batch of its own: not one of a list")
-        on_device = on_device or (deferred and self._cuda is not None)
-        if on_device and self._cuda is None:
-            raise ConfigError(f"tokens on a GPU: attach with device='cuda' (this store has {self.device!r}), or copy them to the host")
-        if deferred and not on_device:
-            sequences[0].fill_now()
         if not on_device:
             check_ids(sequences, self.geometry.max_ngram, tokens, flags, self._vocabulary)
         if positions > self.positions or len(tokens) > self._tokens.shape[1]:
             raise ConfigError(f"a batch of {positions} tokens ({len(tokens)} with lookbacks): the server takes {self.positions} "
                               f"({self._tokens.shape[1]}): split it, or start the server with more --batch-tokens")
         with self._lock:
-            row = self._free_row()
+            row = self._free_seat()
             batch = AttachedBatch(self, row, self._tickets + 1, positions, (tokens, flags))     # Ctrl-C from here on finds an owner
             if self._cuda is not None:
                 _, batch._device_slots = self._cuda.plan_memory(row, (len(self.layers), positions, self.geometry.orders))
-                self._plan.layers[row * len(self.layers):(row + 1) * len(self.layers)] = 0
-            if not deferred or not on_device:
+                mine = slice(row * len(self.layers), (row + 1) * len(self.layers))
+                self._plan.layers[mine], self._plan.gpu_words[mine] = 0, 0
+            if not on_device or sequences[0].fill is None:
                 self._flags[row, :len(flags)] = flags
             if on_device:
                 try:
@@ -470,7 +461,7 @@ class AttachedStore(Store):
         share.push(self._board, self._requests, self._bell, self._plan.control, share.TAKE_SEAT, row, self._tickets, flat, positions,
                    window, PRIORITIES[priority], int(on_device))
 
-    def _free_row(self) -> int:
+    def _free_seat(self) -> int:
         """A seat that is free; the caller holds the lock. Batches that were released may still be leaving: they are waited for."""
         deadline = time.monotonic() + ROW_WAIT_S
         while True:
