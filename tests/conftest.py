@@ -10,6 +10,19 @@ from made_stores import Made, check_planner, clear_faults, descriptors
 
 import ssdgram
 
+# Files that take longest, longest first: begun first, so that no process is left alone with one at the end. (Triton's needs no code of
+# Numba's: in an empty cache the other process compiles for a minute meanwhile.)
+LONG = ("kernels_triton", "planner", "bench_tp2", "warmness", "store_lifetime", "bench_serve", "store_faults", "demo", "bench_gds", "serve",
+        "stager", "history_scripts", "crew", "wheel", "hotset_gds", "gds_store", "cancelled_while_expanding", "store_errors", "convert",
+        "cli_plan", "serve_death", "serve_protocol", "store", "plan", "budget", "hotset", "miniature", "convert_kill", "readme", "warmup")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    """In the order of LONG, the others behind them."""
+    place = {f"test_{name}.py": number for number, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path.name, len(place)))
+
 
 def pytest_collection_finish():
     """A full collection, one at the end of each test with a store, would go through all modules' objects for nothing: a quarter of a

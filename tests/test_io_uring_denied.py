@@ -1,11 +1,12 @@
-"""The same with io_uring refused by a real seccomp filter, as in a container with the default profile."""
+"""With io_uring refused by a real seccomp filter, as in a container with the default profile: `auto` is `threads`.
+
+The whole suite is run so by `make test-denied`.
+"""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 TESTS = Path(__file__).parent
 
@@ -46,11 +47,3 @@ def test_auto_serves_by_threads_and_says_why(tmp_path):
     result = run_denied("-c", SMOKE, str(tmp_path))
     assert result.returncode == 0, result.stderr
     assert result.stdout == "served by threads\n"
-
-
-@pytest.mark.parametrize("suite", ["test_queues.py"])
-def test_suite(suite):
-    """The queue suite without io_uring: its uring half is skipped, the rest passes."""
-    result = run_denied("-m", "pytest", "-q", "-p", "no:cacheprovider", "-rs", str(TESTS / suite))
-    assert result.returncode == 0, result.stdout
-    assert "io_uring is refused here" in result.stdout
