@@ -7,7 +7,6 @@ names file, page and rows; only a store whose manifest or roots cannot be truste
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 from collections.abc import Sequence
@@ -150,11 +149,17 @@ class _Check(Stream):
         try:
             check_file(self.path, self.root, self.record)
         except FormatError as error:
-            self._fail(Failure(str(self.path), str(error), self.record.layer, self.record.column))
+            what = str(error).removeprefix(f"{self.path}: ")
+            self._fail(Failure(str(self.path), what, self.record.layer, self.record.column))
             self._whole = False                              # what is there of it is checked all the same
         if self.path.is_file() and not self.path.is_symlink():
-            with contextlib.suppress(OSError):               # check_file said what is wrong with it
+            try:
                 self._file = DirectFile(self.path)
+            except OSError as error:
+                if self._whole:                              # else check_file said what is wrong with it
+                    what = f"cannot be opened: {error.strerror or error}; run this as a user that may read it"
+                    self._fail(Failure(str(self.path), what, self.record.layer, self.record.column))
+                self._whole = False
 
     def process(self, block: int, space: Workspace) -> _Found | None:
         first = block * BLOCK_PAGES

@@ -98,6 +98,11 @@ def test_a_second_run_reports_its_own_file_and_an_unwritten_one_is_a_failure(tmp
     assert answer.exit_code == 1 and "a b-2.trace: not written" in answer.output and not (tmp_path / "a b-2.trace").exists()
 
 
+def test_a_recording_that_has_no_place_is_refused_before_the_command_runs(tmp_path):
+    answer = run("record", "-o", tmp_path / "none" / "t.trace", "--", sys.executable, "-c", f"open({str(tmp_path / 'ran')!r}, 'w')")
+    assert answer.exit_code == 1 and "may write to" in answer.output and not (tmp_path / "ran").exists()
+
+
 def test_more_streams_than_documents_are_told(built, engram):
     answer = run("replay", built, engram.out, "--dram", "8MiB", "--decode", 64, "--batches", 5)
     assert answer.exit_code == 0 and "of 64 streams are in use" in answer.output

@@ -1,5 +1,6 @@
 """Verification: every kind of damage is found, named with file, page and rows, and nothing else is."""
 
+import errno
 import os
 import random
 import shutil
@@ -8,6 +9,7 @@ import pytest
 from checkpoints import TINY, files_below, small_engram, small_ple
 
 from ssdgram.errors import ConversionError, IdentityError, ManifestError
+from ssdgram.layout import verify as verification
 from ssdgram.layout.convert import convert
 from ssdgram.layout.manifest import Manifest
 from ssdgram.layout.verify import MAX_LISTED, verify
@@ -81,15 +83,26 @@ def test_truncated_longer_missing(store):
     os.truncate(paths[4], 0)
     report = verify(store)
     assert [f.file for f in report.failed] == [str(path) for path in paths[:5]]
+    assert all(str(f).count(f.file) == 1 for f in report.failed)
     assert all("expected" in f.what for f in report.failed[:3]) and "No such file" in report.failed[3].what
     assert report.pages == sum(f.pages for f in manifest.files) - 2 - manifest.files[3].pages - manifest.files[4].pages
+
+
+def test_a_file_that_may_not_be_read_is_no_other_conversions(store, monkeypatch):
+    def refused(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(verification, "DirectFile", refused)
+    report = verify(store)
+    assert len(report.failed) == len(Manifest.load(store).files) and report.pages == 0
+    assert all(failure.what.startswith("cannot be opened: Permission denied; run this as a user") for failure in report.failed)
 
 
 def test_a_fifo_in_the_place_of_a_file_does_not_hang(store):
     path = store / "layer-001/column-00.rows"
     path.unlink()
     os.mkfifo(path)
-    assert [f.what.split(": ")[1] for f in verify(store).failed] == ["not a regular file"]
+    assert [f.what for f in verify(store).failed] == ["not a regular file"]
 
 
 def test_swapped_columns(store):

@@ -61,6 +61,9 @@ def record(command: tuple[str, ...], out: Path, tokens: int, keys: bool) -> None
     from ssdgram.store import VARIABLE
 
     wanted = f"{tokens}:{'keys' if keys else 'tokens'}:{out.absolute()}"
+    folder = out.absolute().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"{folder} is no folder that this user may write to: choose another -o")
     before = set(_recordings(out))
     try:
         status = subprocess.run(command, env={**os.environ, VARIABLE: wanted}).returncode

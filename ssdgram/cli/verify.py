@@ -27,5 +27,8 @@ def verify(out: Path, against: Path | None, stripes: tuple[Path, ...], jobs: int
         click.echo(f"... and {report.unlisted} more", err=True)
     compared = f", {report.rows} rows equal to the source's" if against is not None and report.ok else ""
     click.echo(f"{out}: {report.pages} pages checked{compared}: {'all right' if report.ok else 'NOT right'}")
+    if any(failure.layer is not None for failure in report.failed):
+        click.echo("copy the files named above again, or remove them and run `ssdgram convert` with the same checkpoint: it writes what is "
+                   "missing", err=True)
     if not report.ok:
         raise click.exceptions.Exit(1)
