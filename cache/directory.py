@@ -2,13 +2,13 @@
 
     one set, 256 bytes, 4 cache lines
     line 0   fingerprint u8[16] | group u8[16], 255 = empty | count u8[16] | age u8[16]
-    line 1-2 x i64[16]
-    line 3   slot i32[16]
+    line 1   slot i32[16]
+    line 2-3 x i64[16]
 
-A probe compares 16 fingerprints at once and looks at x and group only where they agree, so a hit reads lines 0, 3 and one of
-1-2, a miss mostly line 0 alone. What count and age mean and who is pushed out is the policy's business (policy.py); this module
-only finds, writes and clears entries. Invariants: a bundle has at most one entry, in the set that `set_of` names; an empty way
-has group 255, count 0 and slot -1. One thread writes.
+A probe compares 16 fingerprints at once and looks at x and group only where they agree. Who has the slots' own records, in which x
+and group stand too, looks at lines 0 and 1 alone (`guess`), which most processors fetch as a pair. What count and age mean and
+who is pushed out is the policy's business (policy.py); this module only finds, writes and clears entries. Invariants: a bundle has
+at most one entry, in the set that `set_of` names; an empty way has group 255, count 0 and slot -1. One thread writes.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ SET = np.dtype([
     ("group", np.uint8, WAYS),
     ("count", np.uint8, WAYS),
     ("age", np.uint8, WAYS),
-    ("x", np.int64, WAYS),
     ("slot", np.int32, WAYS),
+    ("x", np.int64, WAYS),
 ])
 SET_BYTES = SET.itemsize
 
@@ -101,9 +101,15 @@ def mix(x, group):  # type: ignore[no-untyped-def]
 
 
 @compiled_lean
+def set_of_mixed(h, sets):  # type: ignore[no-untyped-def]
+    """Set of the bundle of mixed hash `h` (uint64), int64 in [0, sets)."""
+    return np.int64(((h >> np.uint64(32)) * np.uint64(sets)) >> np.uint64(32))
+
+
+@compiled_lean
 def set_of(x, group, sets):  # type: ignore[no-untyped-def]
     """Set of the bundle, int64 in [0, sets); `sets` < 2**31, any number."""
-    return np.int64(((mix(x, group) >> np.uint64(32)) * np.uint64(sets)) >> np.uint64(32))
+    return set_of_mixed(mix(x, group), sets)
 
 
 @compiled_lean
@@ -116,18 +122,16 @@ def init(directory):  # type: ignore[no-untyped-def]
 
 @compiled_lean
 def prefetch_tags(directory, s):  # type: ignore[no-untyped-def]
-    """Ask for the first line of set `s` (fingerprints, groups, counts, ages) without waiting."""
+    """Ask for the first two lines of set `s` (fingerprints, groups, counts, ages; slots) without waiting."""
     prefetch(address_of(directory, s))
+    prefetch(address_of(directory, s) + 64)
 
 
 @compiled_lean
-def prefetch_entry(directory, s, x, group):  # type: ignore[no-untyped-def]
-    """Ask for the lines of set `s` that a probe of the bundle is going to read, from the fingerprints, which are there."""
-    address = address_of(directory, s)
-    mask = match_16_bytes(address, np.uint8(mix(x, group) & np.uint64(0xFF)), np.uint8(0xFF))
-    if mask != 0:
-        prefetch(address + 64 + 8 * lowest_bit(mask))
-        prefetch(address + 192)
+def guess(directory, s, h):  # type: ignore[no-untyped-def]
+    """First way of set `s` with the fingerprint of mixed hash `h` (uint64), or -1: 15 of 16 times the bundle's, if it is there."""
+    mask = match_16_bytes(address_of(directory, s), np.uint8(h & np.uint64(0xFF)), np.uint8(0xFF))
+    return lowest_bit(mask) if mask != 0 else np.int64(-1)
 
 
 @compiled_lean

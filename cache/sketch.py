@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from ssdgram._compiled import address_of, compiled_lean, prefetch
-from ssdgram.cache.directory import lowest_bit, match_32_words, on_lines, set_of
+from ssdgram.cache.directory import lowest_bit, match_32_words, on_lines
 
 GHOSTS = 32
 ONCE = 8                                                     # where bundles enter that were asked for only once
@@ -39,9 +39,9 @@ def init(sketch):  # type: ignore[no-untyped-def]
 
 
 @compiled_lean
-def prefetch_sketch(sketch, x, group):  # type: ignore[no-untyped-def]
-    """Ask for the bundle's block without waiting: worth it for a bundle that missed."""
-    prefetch(address_of(sketch, set_of(x, group, sketch.shape[0])))
+def prefetch_sketch(sketch, block):  # type: ignore[no-untyped-def]
+    """Ask for a block, of the set of the same number, without waiting: worth it for a bundle that missed."""
+    prefetch(address_of(sketch, block))
 
 
 @compiled_lean

@@ -14,10 +14,11 @@ its own key is that of EOS in every slot, and for the tokens behind it it is the
 
 from __future__ import annotations
 
-from ssdgram._compiled import compiled_lean
+from ssdgram._compiled import address_of, compiled_lean, prefetch
 
 PARTICIPATES, STARTS, OUTPUT = 1, 2, 4                       # flag bits of a flat token
 ENGRAM_RULE, PLE_RULE = 0, 1
+AHEAD = 32                                                   # flat tokens between asking for an entry of the map and using it
 
 
 @compiled_lean
@@ -47,17 +48,29 @@ def plain_sequence(ids, tokens, flags):  # type: ignore[no-untyped-def]
 
 
 @compiled_lean
+def ask_for_map(tokens, flags, start, stop, token_map):  # type: ignore[no-untyped-def]
+    """Ask for what the map says of the flat tokens [start, stop) without waiting: it is larger than a core's caches."""
+    for index in range(start, stop):
+        if flags[index] & PARTICIPATES:
+            prefetch(address_of(token_map, tokens[index]))
+
+
+@compiled_lean
 def ngram_keys(tokens, flags, start, stop, token_map, multipliers, rule, fill, out):  # type: ignore[no-untyped-def]
     """Keys of the OUTPUT positions among flat positions [start, stop), one behind the other in `out`; returns their count.
 
     tokens int32 [N] and flags uint8 [N]: looked at before `start` too, as far as n - 1 shifts reach. token_map int32 [V],
     or empty for the identity. multipliers int64 [L, n]. fill: the (compressed) id of a blocked slot.
-    out int64 [>= stop - start, L, n - 1]. Nothing is allocated.
+    out int64 [>= their count, L, n - 1]. Nothing is allocated.
     """
     layers, shifts = multipliers.shape
     mapped = len(token_map) > 0
     count = 0
+    if mapped:
+        ask_for_map(tokens, flags, max(0, start - shifts + 1), min(start + AHEAD, stop), token_map)
     for position in range(start, stop):
+        if mapped and position + AHEAD < stop:
+            ask_for_map(tokens, flags, position + AHEAD, position + AHEAD + 1, token_map)
         if not flags[position] & OUTPUT:
             continue
         blocked = not flags[position] & PARTICIPATES

@@ -17,15 +17,16 @@ import numpy as np
 from ssdgram import _plan_state as p
 from ssdgram import _state as s
 from ssdgram._arena import Spec, rounded, size_of
-from ssdgram._plan_state import BLOCK, SLICE
+from ssdgram._plan_state import SLICE
 from ssdgram.cache import directory, overflow, sketch
 from ssdgram.errors import BudgetError
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40,
          "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 PRIVATE = frozenset({
-    "pages", "targets", "claims", "batches", "layers", "active", "slots", "directory", "sketch", "overflow", "hbm", "wants", "buckets",
-    "building", "groups", "group_index", "multipliers", "token_map", "keys", "found", "sets", "crew", "crew_futex", "chunks"})
+    "pages", "targets", "claims", "batches", "layers", "active", "slots", "failures", "directory", "sketch", "overflow", "hbm",
+    "wants", "buckets", "building", "groups", "group_index", "multipliers", "token_map", "keys", "found", "entries", "crew",
+    "crew_futex", "chunks"})
 # the planner's (and readers') own arrays: no other process and no GPU looks at them
 MIN_FREE_SLOTS = 64                                          # slots beyond the dead bundles, at the least
 MOST_SLOTS = 1 << 30                                         # their numbers are int32
@@ -121,6 +122,7 @@ def specs_of(shape: Shape, slots: int, sets: int, pages: int, depth: int) -> tup
         ("copies", np.int32, (2 * p.COPIES if shape.hbm_slots else 0,)),
         ("copy_word", np.int64, (8,)),
         ("slots", p.SLOT, (slots,)),
+        ("failures", p.FAILURE, (slots,)),
         ("directory", directory.SET, (sets,)),
         ("sketch", sketch.BLOCK, (sets,)),
         ("overflow", overflow.CELL, (overflow.cells(slots // 2 + 1),)),
@@ -132,7 +134,7 @@ def specs_of(shape: Shape, slots: int, sets: int, pages: int, depth: int) -> tup
         ("token_map", np.int32, (shape.vocabulary,)),
         ("keys", np.int64, (chunks * SLICE * groups,)),
         ("found", np.int64, (chunks * SLICE * groups,)),
-        ("sets", np.int64, ((1 + shape.crew) * BLOCK * groups,)),
+        ("entries", np.int64, (chunks * SLICE * groups,)),
         ("crew", np.int64, (p.CREW_WORDS,)),
         ("crew_futex", np.int32, (16,)),
         ("chunks", np.int64, (chunks * p.chunk_line(shape.layers, shape.orders),)),

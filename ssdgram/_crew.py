@@ -14,14 +14,15 @@ from __future__ import annotations
 import numpy as np
 
 from ssdgram._compiled import (SYS_SCHED_YIELD, address_of, atomic_add, atomic_add_at, atomic_cas, atomic_exchange_at, atomic_load,
-                               atomic_store, compiled_inner, compiled_lean, fence, futex_wait, futex_wake, now_ns, pause, prefetch,
-                               syscall, view_i32, view_u8)
+                               atomic_store, compiled_inner, compiled_lean, fence, futex_wait, futex_wake, now_ns, pause, syscall,
+                               view_i32, view_u8)
+from ssdgram._guess import BLOCK, holds, look_ahead, look_on
 from ssdgram._kept import PLAN_AT, plan_at, state_at
-from ssdgram._plan_state import (ABSENT, BLOCK, CHUNKS, CREW_BATCH, CREW_DONE, CREW_NEXT, CREW_SLEEPERS, C_CHUNKS, C_FREE, C_IDLE,
-                                 K_COUNT, K_FIRST, K_HELD, K_HOT, K_IDLE, K_LEFT, K_START, K_STOP, NOT_SERVED, PP_CREW, PP_FILL, PP_HOT,
-                                 PP_LAYERS, PP_ORDERS, PP_RANK, PP_RULE, PP_WORLD, SLICE, SLOT, SLOT_READY)
+from ssdgram._plan_state import (ABSENT, CHUNKS, CREW_BATCH, CREW_DONE, CREW_NEXT, CREW_SLEEPERS, C_CHUNKS, C_FREE, C_IDLE,
+                                 K_COUNT, K_FIRST, K_HELD, K_HOT, K_IDLE, K_LEFT, K_START, K_STOP, PP_CREW, PP_FILL, PP_HOT,
+                                 PP_LAYERS, PP_ORDERS, PP_RULE, SLICE, SLOT, SLOT_READY)
 from ssdgram._state import STOP
-from ssdgram.cache.directory import mix, prefetch_entry, prefetch_tags, probe, set_of
+from ssdgram.cache.directory import WAYS
 from ssdgram.cache.policy import touch
 from ssdgram.kernels.hash import OUTPUT, ngram_keys
 
@@ -59,50 +60,32 @@ def cut_chunks(plan, b, stop, most):  # type: ignore[no-untyped-def]
 
 
 @compiled_inner
-def look_up_ready(plan, k, first, count, sets):  # type: ignore[no-untyped-def]
-    """Probe `count` positions of chunk k from its `first` on: slot, ABSENT or NOT_SERVED into `found`; `sets`: scratch."""
-    groups, world, rank = plan.groups.shape[0], plan.params[PP_WORLD], plan.params[PP_RANK]
-    base = (k * SLICE + first) * groups
-    for j in range(count * groups):
-        sets[j] = set_of(plan.keys[base + j], plan.groups[j % groups].number, plan.directory.shape[0])
-        prefetch_tags(plan.directory, sets[j])
-    for j in range(count * groups):
-        prefetch_entry(plan.directory, sets[j], plan.keys[base + j], plan.groups[j % groups].number)
-    for j in range(count * groups):
-        x, group = plan.keys[base + j], plan.groups[j % groups].number
-        if plan.groups[j % groups].heads == 0 or (world > 1 and np.int64(mix(x, group) % np.uint64(world)) != rank):
-            plan.found[base + j] = NOT_SERVED
-            continue
-        way = probe(plan.directory, sets[j], x, group)
-        if way < 0:
-            plan.found[base + j] = ABSENT
-            continue
-        touch(plan.directory, plan.sketch, sets[j], way)
-        slot = np.int64(plan.directory[sets[j]].slot[way])
-        prefetch(address_of(plan.slots, slot))
-        plan.found[base + j] = slot
-        if plan.hbm.shape[0] > 0 and plan.directory[sets[j]].count[way] >= plan.params[PP_HOT]:
-            plan.chunks[k * chunk_words(plan) + K_HOT] = slot    # the last one stands for the others: promotion is not urgent
-
-
-@compiled_inner
-def hold_ready(plan, b, k, first, count, out, held):  # type: ignore[no-untyped-def]
-    """Count the batch among the users of the READY slots found, list them, and write them down as the plan."""
+def hold_ready(plan, b, k, count, out, held):  # type: ignore[no-untyped-def]
+    """Count the batch among the users of those guessed slots that are their bundles' and READY, list them, and write them down as the
+    plan; leave the others."""
     groups, orders, layers = plan.groups.shape[0], plan.params[PP_ORDERS], plan.params[PP_LAYERS]
     positions, ticket = plan.batches[b].positions, plan.batches[b].ticket
     words = k * chunk_words(plan)
     hits, repeats, in_hbm = words + K_HELD + layers, words + K_HELD + layers + orders, words + K_HELD + layers + 2 * orders
-    base = (k * SLICE + first) * groups
-    for j in range(count * groups):
-        slot = plan.found[base + j]
-        group = plan.groups[j % groups]
-        at = (group.layer * positions + plan.chunks[words + K_FIRST] + first + j // groups) * orders + group.order
-        if slot >= 0 and plan.slots[slot].status != SLOT_READY:
-            plan.found[base + j] = slot = ABSENT             # being read: the planner's business
+    base, stop = k * SLICE * groups, (k * SLICE + count) * groups
+    look_ahead(plan, base, stop)
+    t, g = plan.chunks[words + K_FIRST] - 1, groups - 1
+    for j in range(base, stop):
+        t, g = (t, g + 1) if g + 1 < groups else (t + 1, 0)
+        if (j - base) % (BLOCK * groups) == 0:
+            look_on(plan, j, stop)
+        x, slot, group = plan.keys[j], plan.found[j], plan.groups[g]
+        at = (group.layer * positions + t) * orders + group.order
+        if slot >= 0 and not (holds(plan, slot, x, group.number) and plan.slots[slot].status == SLOT_READY):
+            plan.found[j] = slot = ABSENT                    # the planner's business, if only because it is being read
         plan.chunks[words + K_LEFT] += slot == ABSENT
         if slot < 0:
             out[at] = -1
             continue
+        set_index, way = plan.entries[j] // WAYS, plan.entries[j] % WAYS
+        touch(plan.directory, plan.sketch, set_index, way)
+        if plan.hbm.shape[0] > 0 and plan.directory[set_index].count[way] >= plan.params[PP_HOT]:
+            plan.chunks[words + K_HOT] = slot                # the last one stands for the others: promotion is not urgent
         record = address_of(plan.slots, slot)
         if atomic_exchange_at(record + TICKET, ticket) == ticket:
             plan.chunks[repeats + group.order] += 1
@@ -118,7 +101,7 @@ def hold_ready(plan, b, k, first, count, out, held):  # type: ignore[no-untyped-
 
 
 @compiled_inner
-def plan_chunk(plan, b, k, who):  # type: ignore[no-untyped-def]
+def plan_chunk(plan, b, k):  # type: ignore[no-untyped-def]
     """Do what can be done for chunk k of batch b without the planner."""
     batch, groups, line = plan.batches[b], plan.groups.shape[0], chunk_words(plan)
     layers, orders = plan.params[PP_LAYERS], plan.params[PP_ORDERS]
@@ -126,17 +109,13 @@ def plan_chunk(plan, b, k, who):  # type: ignore[no-untyped-def]
     out = view_i32(batch.slots, layers * batch.positions * orders)
     held = view_i32(batch.held, layers * batch.positions * orders)
     keys = plan.keys[k * SLICE * groups : (k + 1) * SLICE * groups].reshape(SLICE, layers, orders)
-    sets = plan.sets[who * BLOCK * groups : (who + 1) * BLOCK * groups]
     for word in range(K_COUNT, line):
         plan.chunks[k * line + word] = 0
     plan.chunks[k * line + K_HOT] = -1
     count = ngram_keys(tokens, flags, plan.chunks[k * line + K_START], plan.chunks[k * line + K_STOP], plan.token_map, plan.multipliers,
                        plan.params[PP_RULE], plan.params[PP_FILL], keys)
     plan.chunks[k * line + K_COUNT] = count
-    for first in range(0, count, BLOCK):
-        block = min(BLOCK, count - first)
-        look_up_ready(plan, k, first, block, sets)
-        hold_ready(plan, b, k, first, block, out, held)
+    hold_ready(plan, b, k, count, out, held)
 
 
 @compiled_inner
@@ -171,7 +150,7 @@ def learn(plan, b, count, left):  # type: ignore[no-untyped-def]
 
 
 @compiled_inner
-def take_chunks(plan, who):  # type: ignore[no-untyped-def]
+def take_chunks(plan):  # type: ignore[no-untyped-def]
     """Take and plan chunks of the open job until none is left. How many."""
     taken = 0
     while True:
@@ -179,7 +158,7 @@ def take_chunks(plan, who):  # type: ignore[no-untyped-def]
         if (word & 0xFFFF) >= (word >> 16) & 0xFFFF:
             return taken
         if atomic_cas(plan.crew, CREW_NEXT, word, word + 1):
-            plan_chunk(plan, plan.crew[CREW_BATCH], word & 0xFFFF, who)
+            plan_chunk(plan, plan.crew[CREW_BATCH], word & 0xFFFF)
             atomic_add(plan.crew, CREW_DONE, np.int64(1))
             taken += 1
 
@@ -195,7 +174,7 @@ def run_job(plan, b, count):  # type: ignore[no-untyped-def]
     fence()
     if atomic_load(plan.crew, CREW_SLEEPERS) > 0:
         futex_wake(plan.crew_futex, 0, count - 1)
-    take_chunks(plan, 0)
+    take_chunks(plan)
     begin = now_ns()
     while atomic_load(plan.crew, CREW_DONE) < count:
         if now_ns() - begin > PATIENT_NS:
@@ -206,12 +185,12 @@ def run_job(plan, b, count):  # type: ignore[no-untyped-def]
 
 @compiled_lean
 def crew_loop(kept, who):  # type: ignore[no-untyped-def]
-    """The life of helper `who` (1, 2, …) of the crew, until STOP."""
+    """The life of one of the crew (`who`: 1, 2, …, all alike), until STOP."""
     state, plan = state_at(kept), plan_at(kept + PLAN_AT)
     last = now_ns()
     while atomic_load(state.control, STOP) == 0:
         word = plan.crew_futex[0]
-        if take_chunks(plan, who) > 0:
+        if take_chunks(plan) > 0:
             last = now_ns()
             continue
         if now_ns() - last < LINGER_NS:

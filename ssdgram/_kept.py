@@ -35,10 +35,10 @@ def lay_out(a: Arena | dict[str, np.ndarray]) -> tuple[State, Plan]:
     plan = Plan(control=a["plan_control"], params=a["plan_params"], stats=a["stats"], requests=a["requests"], batches=a["batches"],
                 layers=a["layers"], words=a["batch_words"], active=a["active"], gpu_words=a["gpu_words"],
                 token_words=a["token_words"], hbm=a["hbm"], wants=a["wants"], copies=a["copies"], copy_word=a["copy_word"],
-                slots=a["slots"], directory=a["directory"], sketch=a["sketch"], overflow=a["overflow"], buckets=a["buckets"],
-                building=a["building"],
+                slots=a["slots"], failures=a["failures"], directory=a["directory"], sketch=a["sketch"], overflow=a["overflow"],
+                buckets=a["buckets"], building=a["building"],
                 groups=a["groups"], group_index=a["group_index"], multipliers=a["multipliers"], token_map=a["token_map"],
-                keys=a["keys"], found=a["found"], sets=a["sets"], crew=a["crew"], crew_futex=a["crew_futex"],
+                keys=a["keys"], found=a["found"], entries=a["entries"], crew=a["crew"], crew_futex=a["crew_futex"],
                 chunks=a["chunks"])
     return state, plan
 

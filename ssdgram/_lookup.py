@@ -1,6 +1,7 @@
 """Looking up: a batch's next tokens to keys, keys to slots; a bundle that nobody has gets a slot, still empty.
 
-    tokens ─► keys ─► sets asked for, a block at a time ─► probed ─► slot (found, or taken) ─► counted once a batch ─► plan
+    tokens ─► keys ─► slots guessed (_guess.py) ─► READY, and the bundle's: a hit ──────┐
+                                               └─► else probed for, or a slot taken ──┴─► counted once a batch ─► plan
 
 Many tokens are looked up by the crew side by side (_crew.py); what it leaves is settled here. Knows nothing of pages: it may only
 hurry reads that are queued already. The invariant: each distinct slot of a plan is in the batch's `held` list once and counted
@@ -13,21 +14,23 @@ from __future__ import annotations
 import numpy as np
 
 from ssdgram._batches import end_of_window
-from ssdgram._compiled import address_of, compiled_inner, prefetch, view_i32, view_u8
+from ssdgram._compiled import compiled_inner, view_i32, view_u8
 from ssdgram._crew import chunk_words, chunks_of_job, cut_chunks, learn, run_job
+from ssdgram._guess import BLOCK, holds, look_ahead, look_on
 from ssdgram._hbm_tier import consider_copy, want_copy
 from ssdgram._pages import promote
-from ssdgram._plan_state import (ABSENT, BLOCK, COPIES, C_COPYING, C_IDLE, C_OVERFLOW, C_WANTED, K_COUNT, K_FIRST, K_HELD, K_HOT, K_IDLE,
-                                 K_LEFT, K_STOP, NOT_SERVED, NOWHERE, NO_COPY, PP_FILL, PP_LAYERS, PP_ORDERS, PP_RANK, PP_RULE, PP_WORLD,
-                                 SLICE, SLOT_READING, SLOT_READY, S_HBM_HITS, S_HITS, S_JOINS, S_MISSES, S_REPEATS, S_TOKENS)
+from ssdgram._plan_state import (ABSENT, COPIES, C_COPYING, C_IDLE, C_OVERFLOW, C_WANTED, K_COUNT, K_FIRST, K_HELD, K_HOT, K_IDLE,
+                                 K_LEFT, K_STOP, NOT_SERVED, NO_COPY, PP_FILL, PP_LAYERS, PP_ORDERS, PP_RULE, SLICE,
+                                 SLOT_READING, SLOT_READY, S_HBM_HITS, S_HITS, S_JOINS, S_MISSES, S_REPEATS, S_TOKENS)
 from ssdgram._slots import LOOK_ON, NO_SLOT, overflow_find, take
 from ssdgram._state import BACKGROUND, STEP
-from ssdgram.cache.directory import mix, prefetch_entry, prefetch_tags, probe, set_of
+from ssdgram.cache.directory import WAYS, probe, set_of
 from ssdgram.cache.policy import touch
-from ssdgram.cache.sketch import prefetch_sketch
-from ssdgram.kernels.hash import ngram_keys
+from ssdgram.kernels.hash import OUTPUT, ngram_keys
+from ssdgram.queues._lean import inlined
 
 PLANNED = 0                                                  # beside NO_SLOT and LOOK_ON
+MOST_FLAT = 16 * SLICE                                       # flat tokens of a slice
 
 
 @compiled_inner
@@ -43,48 +46,12 @@ def find_slot(plan, set_index, x, group):  # type: ignore[no-untyped-def]
 
 
 @compiled_inner
-def look_up_block(plan, first, count):  # type: ignore[no-untyped-def]
-    """Ask for the sets of `count` positions' keys, then probe them: slot, ABSENT or NOT_SERVED into `found`."""
-    groups = plan.groups.shape[0]
-    sets, world, rank = plan.directory.shape[0], plan.params[PP_WORLD], plan.params[PP_RANK]
-    k = 0
-    for _ in range(count):
-        for g in range(groups):
-            plan.sets[k] = set_of(plan.keys[first * groups + k], plan.groups[g].number, sets)
-            prefetch_tags(plan.directory, plan.sets[k])
-            k += 1
-    k = 0
-    for _ in range(count):
-        for g in range(groups):
-            prefetch_entry(plan.directory, plan.sets[k], plan.keys[first * groups + k], plan.groups[g].number)
-            k += 1
-    k = 0
-    for _ in range(count):
-        for g in range(groups):
-            x, group = plan.keys[first * groups + k], plan.groups[g].number
-            if plan.groups[g].heads > 0 and (world == 1 or np.int64(mix(x, group) % np.uint64(world)) == rank):
-                slot = find_slot(plan, plan.sets[k], x, group)
-                if slot >= 0:
-                    prefetch(address_of(plan.slots, slot))
-                else:
-                    prefetch_sketch(plan.sketch, x, group)
-                plan.found[k] = slot
-            else:
-                plan.found[k] = NOT_SERVED
-            k += 1
-
-
-@compiled_inner
-def slot_for(plan, b, slot, set_index, x, group, order):  # type: ignore[no-untyped-def]
-    """The slot that the look-up found (-1: none), or a new one for a bundle that is absent; or NO_SLOT, LOOK_ON."""
-    slots = plan.slots
-    if slot >= 0 and (slots[slot].x != x or slots[slot].group != group or slots[slot].where == NOWHERE):
-        slot = np.int64(-1)                                  # pushed out by this very block
-    if slot < 0:
-        slot = find_slot(plan, set_index, x, group)          # a neighbour in this block may have brought it
+def slot_for(plan, b, set_index, x, group, order):  # type: ignore[no-untyped-def]
+    """The bundle's slot wherever it is found, or a new one for a bundle that is absent; or NO_SLOT, LOOK_ON."""
+    slot = find_slot(plan, set_index, x, group)
     if slot >= 0:
         return slot
-    slot = take(plan.control, plan.stats, plan.directory, plan.sketch, slots, plan.hbm, plan.overflow, set_index, x, group,
+    slot = take(plan.control, plan.stats, plan.directory, plan.sketch, plan.slots, plan.hbm, plan.overflow, set_index, x, group,
                 plan.batches[b].priority)
     if slot >= 0:
         plan.batches[b].misses += 1
@@ -92,13 +59,14 @@ def slot_for(plan, b, slot, set_index, x, group, order):  # type: ignore[no-unty
     return slot
 
 
+@inlined
 @compiled_inner
-def hold(plan, state, b, slot, layer, order, held):  # type: ignore[no-untyped-def]
-    """Count the batch among the users of the slot, once, and list the slot. Joining a read of the other class may speed it up."""
+def count_in(plan, b, slot, layer, order, held):  # type: ignore[no-untyped-def]
+    """Count the batch among the users of the slot, and list the slot, unless that was done. Whether it was not."""
     slots, batches = plan.slots, plan.batches
     if slots[slot].ticket == batches[b].ticket:
         plan.stats[S_REPEATS + order] += 1
-        return
+        return False
     slots[slot].ticket = batches[b].ticket
     if slots[slot].refs == 0 and slots[slot].status == SLOT_READY:
         plan.control[C_IDLE] -= 1
@@ -107,73 +75,115 @@ def hold(plan, state, b, slot, layer, order, held):  # type: ignore[no-untyped-d
     held[layer * batches[b].positions * plan.params[PP_ORDERS] + plan.layers[line].held] = slot
     plan.layers[line].held += 1
     batches[b].need += 1
-    status = slots[slot].status
-    if status == SLOT_READY:
+    return True
+
+
+@inlined
+@compiled_inner
+def where_rows_lie(plan, slot):  # type: ignore[no-untyped-def]
+    """What stands in the plan for a slot: itself, or its copy in HBM if that was made."""
+    copy = np.int64(plan.slots[slot].hbm)
+    if copy >= 0 and plan.hbm[plan.slots[slot].hbm].ready != 0:
+        return -2 - copy
+    return np.int64(slot)
+
+
+@inlined
+@compiled_inner
+def hold_ready(plan, b, slot, layer, order, held):  # type: ignore[no-untyped-def]
+    """Hold a READY slot: a hit."""
+    if count_in(plan, b, slot, layer, order, held):
         plan.stats[S_HITS + order] += 1
         if plan.hbm.shape[0] > 0:
             consider_copy(plan, slot, order)
-        return
-    plan.layers[line].unready += 1
-    if slots[slot].refs > 1:                                 # another batch has it, read or about to be
-        batches[b].joined += 1
-        plan.stats[S_JOINS + order] += 1
-        if status == SLOT_READING and batches[b].priority == STEP and slots[slot].priority == BACKGROUND:
-            promote(plan, state, slot)
 
 
 @compiled_inner
-def settle_key(plan, state, b, t, g, x, found, set_index, out, held):  # type: ignore[no-untyped-def]
+def hold(plan, state, b, slot, layer, order, held):  # type: ignore[no-untyped-def]
+    """Hold a slot whatever its state. Joining a read of the other class may speed it up."""
+    slots, status = plan.slots, plan.slots[slot].status
+    if status == SLOT_READY:
+        hold_ready(plan, b, slot, layer, order, held)
+    elif count_in(plan, b, slot, layer, order, held):
+        plan.layers[b * plan.params[PP_LAYERS] + layer].unready += 1
+        if slots[slot].refs > 1:                             # another batch has it, read or about to be
+            plan.batches[b].joined += 1
+            plan.stats[S_JOINS + order] += 1
+            if status == SLOT_READING and plan.batches[b].priority == STEP and slots[slot].priority == BACKGROUND:
+                promote(plan, state, slot)
+
+
+@compiled_inner
+def settle_key(plan, state, b, t, g, x, served, set_index, out, held):  # type: ignore[no-untyped-def]
     """Give key x of position t and group g its slot. PLANNED, NO_SLOT or LOOK_ON."""
-    group, slot = plan.groups[g], np.int64(-1)
-    if found != NOT_SERVED:
-        slot = slot_for(plan, b, found, set_index, x, group.number, group.order)
+    group, rows = plan.groups[g], np.int64(-1)
+    if served:
+        slot = slot_for(plan, b, set_index, x, group.number, group.order)
         if slot < 0:
             return slot
         hold(plan, state, b, slot, group.layer, group.order, held)
-        if plan.slots[slot].hbm >= 0 and plan.hbm[plan.slots[slot].hbm].ready != 0:
-            slot = -2 - np.int64(plan.slots[slot].hbm)
-    out[(group.layer * plan.batches[b].positions + t) * plan.params[PP_ORDERS] + group.order] = slot
+        rows = where_rows_lie(plan, slot)
+    out[(group.layer * plan.batches[b].positions + t) * plan.params[PP_ORDERS] + group.order] = rows
     return PLANNED
 
 
 @compiled_inner
-def settle_block(plan, state, b, first, block, out, held):  # type: ignore[no-untyped-def]
-    """Give each of the looked-up keys its slot, in `out`, and count the batch among its users. PLANNED, NO_SLOT or LOOK_ON."""
-    groups, base = plan.groups.shape[0], first * plan.groups.shape[0]
-    begun = max(0, plan.batches[b].settled - base)
-    t, g = plan.batches[b].planned + first + begun // groups, begun % groups
-    for k in range(begun, block * groups):
-        outcome = settle_key(plan, state, b, t, g, plan.keys[base + k], np.int64(plan.found[k]), plan.sets[k], out, held)
-        if outcome != PLANNED:
-            plan.batches[b].settled = base + k
-            return outcome
-        g += 1
-        if g == groups:
-            t, g = t + 1, 0
+def settle_slice(plan, state, b, count, out, held):  # type: ignore[no-untyped-def]
+    """Give the keys of the slice's `count` positions their slots, in `out`, and count the batch among their users. PLANNED, NO_SLOT
+    or LOOK_ON."""
+    groups, positions, orders = plan.groups.shape[0], plan.batches[b].positions, plan.params[PP_ORDERS]
+    first, stop = plan.batches[b].settled // groups, count * groups
+    begun = plan.batches[b].settled - first * groups
+    look_ahead(plan, first * groups, stop)
+    for position in range(first, count):
+        t = plan.batches[b].planned + position
+        if (position - first) % BLOCK == 0:
+            look_on(plan, position * groups, stop)
+        for g in range(groups):
+            k = position * groups + g
+            if g < begun:
+                continue
+            x, slot, group = plan.keys[k], plan.found[k], plan.groups[g]
+            if slot >= 0 and plan.slots[slot].status == SLOT_READY and holds(plan, slot, x, group.number):
+                touch(plan.directory, plan.sketch, plan.entries[k] // WAYS, plan.entries[k] % WAYS)
+                hold_ready(plan, b, slot, group.layer, group.order, held)
+                out[(group.layer * positions + t) * orders + group.order] = where_rows_lie(plan, slot)
+            else:
+                outcome = settle_key(plan, state, b, t, g, x, slot != NOT_SERVED, plan.entries[k] // WAYS, out, held)
+                if outcome != PLANNED:
+                    plan.batches[b].settled = k
+                    return outcome
+        begun = 0
     return PLANNED
+
+
+@compiled_inner
+def end_of_slice(flags, start, stop):  # type: ignore[no-untyped-def]
+    """Flat token, at most `stop`, behind SLICE positions: the tokens between, which are looked back at, cost next to nothing."""
+    count, end = 0, min(stop, start + MOST_FLAT)
+    for flat in range(start, end):
+        count += (flags[flat] & OUTPUT) != 0
+        if count == SLICE:
+            return flat + 1
+    return end
 
 
 @compiled_inner
 def plan_slice(plan, state, b):  # type: ignore[no-untyped-def]
-    """Plan the next SLICE flat tokens of the batch. PLANNED; NO_SLOT: the batch must give back what it holds; LOOK_ON: the slice is
+    """Plan the next SLICE positions of the batch. PLANNED; NO_SLOT: the batch must give back what it holds; LOOK_ON: the slice is
     half done, to be gone on with."""
     batch, groups, orders = plan.batches[b], plan.groups.shape[0], plan.params[PP_ORDERS]
     tokens, flags = view_i32(batch.tokens, batch.flat), view_u8(batch.flags, batch.flat)
     layers = plan.params[PP_LAYERS]
     out = view_i32(batch.slots, layers * batch.positions * orders)
     held = view_i32(batch.held, layers * batch.positions * orders)
-    stop = min(batch.cursor + SLICE, end_of_window(plan, b))
+    stop = end_of_slice(flags, batch.cursor, end_of_window(plan, b))
     count = ngram_keys(tokens, flags, batch.cursor, stop, plan.token_map, plan.multipliers, plan.params[PP_RULE],
                        plan.params[PP_FILL], plan.keys[: SLICE * groups].reshape(SLICE, layers, orders))
-    for first in range(0, count, BLOCK):
-        block = min(BLOCK, count - first)
-        if batch.settled >= (first + block) * groups:
-            continue
-        look_up_block(plan, first, block)
-        outcome = settle_block(plan, state, b, first, block, out, held)
-        if outcome != PLANNED:
-            return outcome
-        batch.probes += block * groups
+    outcome = settle_slice(plan, state, b, count, out, held)
+    if outcome != PLANNED:
+        return outcome
+    batch.probes += count * groups
     batch.cursor = stop
     batch.planned += count
     batch.settled = 0
@@ -238,7 +248,7 @@ def settle_rest(plan, state, b, k):  # type: ignore[no-untyped-def]
             set_index, t = set_of(x, plan.groups[g].number, sets), plan.chunks[words + K_FIRST] + j // groups
             outcome = LOOK_ON
             while outcome == LOOK_ON:
-                outcome = settle_key(plan, state, b, t, g, x, np.int64(ABSENT), set_index, out, held)
+                outcome = settle_key(plan, state, b, t, g, x, True, set_index, out, held)
             if outcome != PLANNED:
                 return NO_SLOT
     return PLANNED

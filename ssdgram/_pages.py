@@ -201,8 +201,9 @@ def settle_page(plan, state, page):  # type: ignore[no-untyped-def]
     while target >= 0:
         slot = targets[target].slot
         if status != READ_OK and (status != READ_CHECK or targets[target].bad != 0):
-            slots[slot].failure = status
-            slots[slot].failed_file = pages[page].file
+            slots[slot].failed = 1
+            plan.failures[slot].status = status
+            plan.failures[slot].file = pages[page].file
             plan.stats[S_FAILED_ROWS] += 1
         row_placed(control, plan.directory, slots, plan.hbm, plan.overflow, slot)
         following = targets[target].next

@@ -43,20 +43,23 @@ def batch_line(layers: int) -> int:
 SLOT_FREE, SLOT_RESERVED, SLOT_READING, SLOT_READY, SLOT_FAILED = range(5)
 NOWHERE, IN_DIRECTORY, IN_OVERFLOW = 0, 1, 2
 
-SLOT = np.dtype([
-    ("x", np.int64),
+SLOT = np.dtype([                                            # 32 bytes: two to a cache line, none on two
+    ("x", np.int64),                                         # of a FREE one: the next in the free list
     ("ticket", np.int64),                                    # the last batch that counted itself into refs
     ("refs", np.int32),
-    ("next", np.int32),                                      # in the free list
-    ("pending", np.int16),                                   # rows still to be placed
-    ("status", np.int16),
-    ("failure", np.int32),                                   # status of the page that could not be read
-    ("failed_file", np.int32),
     ("hbm", np.int32),                                       # its copy in the HBM tier, NO_COPY, or WANTS_COPY
+    ("pending", np.int16),                                   # rows still to be placed
+    ("status", np.uint8),
     ("group", np.uint8),
     ("where", np.uint8),
     ("priority", np.uint8),                                  # class of its page reads
+    ("failed", np.uint8),                                    # 1: a page could not be read, its FAILURE says which
     ("spare", np.uint8),
+], align=True)
+
+FAILURE = np.dtype([                                         # one per slot, apart: written and read when a read failed
+    ("status", np.int32),                                    # of the page that could not be read
+    ("file", np.int32),
 ], align=True)
 
 NO_COPY, WANTS_COPY = -1, -2
@@ -154,7 +157,6 @@ S_COUNT = S_ENGINE_US + 32
 
 COPIES = 256                                                 # bundles that are copied to HBM in one go
 SLICE = 64                                                   # positions planned without looking up: 64 x 6 probes are about 50 us
-BLOCK = 16                                                   # positions whose sets are asked for together
 
 # the crew (see _crew.py): int64 words, one line for each writer
 CREW_NEXT, CREW_DONE, CREW_SLEEPERS, CREW_BATCH, CREW_WORDS = 0, 8, 16, 24, 32
@@ -192,6 +194,7 @@ class Plan(NamedTuple):
     copies: np.ndarray                                       # int32 [2 * COPIES]: (slot, HBM slot) pairs for the copier; pinned
     copy_word: np.ndarray                                    # int64 [8]: [0] is stored by the GPU behind each batch of copies; pinned
     slots: np.ndarray                                        # SLOT [S]
+    failures: np.ndarray                                     # FAILURE [S]
     directory: np.ndarray                                    # SET [sets]
     sketch: np.ndarray                                       # BLOCK [sets]
     overflow: np.ndarray                                     # CELL
@@ -203,7 +206,7 @@ class Plan(NamedTuple):
     token_map: np.ndarray                                    # int32 [V], or [0]
     keys: np.ndarray                                         # int64 [chunks * SLICE * G]: keys of each chunk
     found: np.ndarray                                        # int64 [chunks * SLICE * G]: a chunk's slots; ABSENT, NOT_SERVED
-    sets: np.ndarray                                         # int64 [(1 + crew) * BLOCK * G]: scratch of each who plans
+    entries: np.ndarray                                      # int64 [chunks * SLICE * G]: set * WAYS + way of each
     crew: np.ndarray                                         # int64 [CREW_WORDS]
     crew_futex: np.ndarray                                   # int32 [16]: [0] changes with every job
     chunks: np.ndarray                                       # int64 [chunks * chunk_line(L, orders)]

@@ -33,7 +33,7 @@ def free_all(control, slots):  # type: ignore[no-untyped-def]
         slots[slot].status = SLOT_FREE
         slots[slot].ticket = -1
         slots[slot].hbm = NO_COPY
-        slots[slot].next = slot + 1 if slot + 1 < count else -1
+        slots[slot].x = slot + 1 if slot + 1 < count else -1
     control[C_FREE] = 0 if count > 0 else -1
     control[C_FREE + 1] = count
 
@@ -65,7 +65,7 @@ def give_back(control, slots, hbm, slot):  # type: ignore[no-untyped-def]
     slots[slot].status = SLOT_FREE
     slots[slot].where = NOWHERE
     slots[slot].ticket = -1
-    slots[slot].next = control[C_FREE]
+    slots[slot].x = control[C_FREE]
     control[C_FREE] = slot
     control[C_FREE + 1] += 1
 
@@ -115,7 +115,7 @@ def take(control, stats, directory, sketch, slots, hbm, overflow, s, x, group, p
         if found < 0:
             return np.int64(found)
     slot = control[C_FREE]
-    control[C_FREE] = slots[slot].next
+    control[C_FREE] = slots[slot].x
     control[C_FREE + 1] -= 1
     slots[slot].x = x
     slots[slot].group = group
@@ -123,7 +123,7 @@ def take(control, stats, directory, sketch, slots, hbm, overflow, s, x, group, p
     slots[slot].refs = 0
     slots[slot].pending = 0
     slots[slot].status = SLOT_RESERVED
-    slots[slot].failure = 0
+    slots[slot].failed = 0
     slots[slot].priority = priority
     slots[slot].where = IN_DIRECTORY
     out = insert(directory, sketch, s, x, group, slot)
@@ -166,7 +166,7 @@ def row_placed(control, directory, slots, hbm, overflow, slot):  # type: ignore[
     slots[slot].pending -= 1
     if slots[slot].pending > 0:
         return
-    if slots[slot].failure != 0:
+    if slots[slot].failed != 0:
         forget(control, directory, slots, overflow, slot)
         slots[slot].status = SLOT_FAILED
     else:

@@ -270,14 +270,14 @@ class Batch:
         """The error of a layer that failed: all that is wrong with the page of its first bad bundle, and how many more there are."""
         store, plan = self._store, self._store._plan
         line = self._row * len(store.layers) + index
-        first = plan.slots[int(plan.layers["failed_slot"][line])]
-        file, status = int(first["failed_file"]), int(first["failure"])
+        first = int(plan.layers["failed_slot"][line])
+        file, status = int(plan.failures["file"][first]), int(plan.failures["status"][first])
         column_rows, per_page = int(store._state.files["rows"][file]), store.manifest.rows_per_page
-        page = int(first["x"]) % column_rows // per_page
+        page = int(plan.slots["x"][first]) % column_rows // per_page
         held = np.unique(self._held[index, :int(plan.layers["held"][line])])
         failed = held[plan.slots["status"][held] == p.SLOT_FAILED]
         row_of = plan.slots["x"][failed] % column_rows
-        here = (plan.slots["failed_file"][failed] == file) & (row_of // per_page == page)
+        here = (plan.failures["file"][failed] == file) & (row_of // per_page == page)
         rows = np.unique(row_of[here]).tolist()
         positions = np.flatnonzero(np.isin(self._slots[index], failed[here]).any(axis=1)).tolist()
         more = f" ({len(failed) - int(here.sum())} more bundles of this layer failed)" if not here.all() else ""

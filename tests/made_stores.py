@@ -243,7 +243,7 @@ def check_planner(store, made=None):
     slots = plan.slots
     dead = np.unique(np.concatenate([store._row_memory[0][1][l, :int(plan.layers["held"][l])] for l in range(len(store.layers))]))
 
-    free = walk(control[p.C_FREE], slots["next"], len(slots))
+    free = walk(control[p.C_FREE], slots["x"], len(slots))
     assert len(free) == len(set(free)) == control[p.C_FREE + 1]
     assert set(free) == set(np.flatnonzero(slots["status"] == p.SLOT_FREE).tolist())
     live = np.setdiff1d(np.arange(len(slots)), free)

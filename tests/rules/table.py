@@ -104,7 +104,7 @@ RULES = (
          "            if status != SLOT_READY and status != SLOT_FAILED:\n                break\n", "",
          ("test_batch.py::test_wait_does_not_wait_for_other_layers", "test_batch.py::test_a_wait_of_no_time_is_a_look")),
     Rule(2, "the crew takes READY bundles only", "ssdgram/_crew.py",
-         "        if slot >= 0 and plan.slots[slot].status != SLOT_READY:", "        if False:",
+         "(holds(plan, slot, x, group.number) and plan.slots[slot].status == SLOT_READY):", "holds(plan, slot, x, group.number):",
          ("test_crew.py::test_bundles_that_are_being_read_are_left_to_the_planner",)),
     Rule(2, "what the crew left is planned before the batch goes on", "ssdgram/_lookup.py",
          "        if plan.chunks[k * chunk_words(plan) + K_LEFT] > 0 and settle_rest(plan, state, b, k) != PLANNED:", "        if False:",
@@ -130,7 +130,7 @@ RULES = (
 
     # ------------------------------------------------------------ 3: a failed read fails those who wait for it, and no more
     Rule(3, "a bundle with a row that could not be read is FAILED", "ssdgram/_slots.py",
-         "    if slots[slot].failure != 0:", "    if False:",
+         "    if slots[slot].failed != 0:", "    if False:",
          ("test_store_faults.py::test_nothing_of_another_batch_is_seen",)),
     Rule(3, "a bundle that failed is forgotten, and read anew", "ssdgram/_slots.py",
          "        forget(control, directory, slots, overflow, slot)\n        slots[slot].status = SLOT_FAILED",
