@@ -1,6 +1,6 @@
-"""Serving on the CPU: planning, the GIL, priorities, cold text against a memory map, memory, opening.
+"""Serving on the CPU: planning, decode steps, the GIL, priorities, cold text against a memory map, memory, opening.
 
-    python -m ssdgram bench serve [plan gil priority cold rss open]      all six if none is named
+    python -m ssdgram bench serve [plan step gil priority cold rss open]      all seven if none is named
 
 Each prints its medians over rounds that alternate what is compared, with fresh inputs, its bar, and the machine's load (other
 work on the processors spoils every figure; the bars are for an idle machine). Checkpoint and stores are made in --folder and
@@ -20,9 +20,10 @@ import numpy as np
 from ssdgram.bench.cold import cold, opening, rss
 from ssdgram.bench.facts import facts, write_results
 from ssdgram.bench.material import Material, chunks, discard, make, text
+from ssdgram.bench.step import STEPS, step
 from ssdgram.bench.warm import gil, plan, priority
 
-NAMES = ("plan", "gil", "priority", "cold", "rss", "open")
+NAMES = ("plan", "step", "gil", "priority", "cold", "rss", "open")
 COLD = 2048                                                  # tokens of a cold batch
 
 
@@ -32,7 +33,7 @@ COLD = 2048                                                  # tokens of a cold 
               help="Where checkpoint and stores are made: on the drive that is to be measured.")
 @click.option("--rows", default=600_000, show_default=True,
               help="Rows of a column: 600,000 make a checkpoint of 7.1 GiB and a store of 7.3.")
-@click.option("--small-rows", default=20_000, show_default=True, help="Those of the small store (plan, rss, open).")
+@click.option("--small-rows", default=20_000, show_default=True, help="Those of the small store (plan, step, rss, open).")
 @click.option("--dram", default="1GiB", show_default=True)
 @click.option("--rounds", type=int, help="Instead of each measurement's own number.")
 @click.option("--keep", is_flag=True, help="Leave checkpoint and stores for the next run.")
@@ -44,7 +45,7 @@ def main(names: tuple[str, ...], folder: Path, rows: int, small_rows: int, dram:
     small, large = Material(folder, small_rows), Material(folder, rows)
     try:
         make(small)
-        if set(chosen) - {"plan", "rss"}:
+        if set(chosen) - {"plan", "step", "rss"}:
             make(large)
         traces = {kind: text(folder, kind, small.tokenizer, 60_000) for kind in ("code", "prose")}
         for kind, trace in traces.items():
@@ -74,6 +75,7 @@ def _measurements(small: Material, large: Material, prose: np.ndarray, code: np.
     times: dict[str, int] = {} if rounds is None else {"rounds": rounds}
     return {
         "plan": lambda: plan(small.out, tokens, dram=dram, **times),
+        "step": lambda: step(small.out, dram=dram, rounds=rounds or STEPS),
         "gil": lambda: gil(large.out, tokens, dram=dram, **times),
         "priority": lambda: priority(large.out, tokens, dram=dram, **times),
         "cold": lambda: cold(large, in_turn, positions=COLD, dram=dram, **times),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from ssdgram.bench import cold, facts, footprint, mapped, material, serve, warm
+from ssdgram.bench import cold, facts, footprint, mapped, material, serve, step, warm
 from ssdgram.cli import main
 from ssdgram.errors import NoSpaceError
 from ssdgram.tools.text import Document
@@ -36,6 +36,18 @@ def test_plan_measures_warm_batches_of_each_kind(made, tokens):
         assert figure["us"] >= figure["least_us"] > 0 and figure["cpu_us"] > 0 and 0 < figure["batches"] <= 4
     assert result["kinds"]["random"]["bundles"] == pytest.approx(6, abs=0.1)
     assert result["kinds"]["random, four times over"]["bundles"] == pytest.approx(1.5, abs=0.1)
+
+
+def test_step_plans_resident_streams_that_were_never_read(made):
+    result = step.step(made.out, streams=(1, 8), rounds=3, dram=DRAM)
+    assert {count: cell["count"] for count, cell in result["plan_us"].items()} == {1: 3, 8: 3}
+    assert all(0 < cell["p50"] <= cell["p99"] for cell in result["plan_us"].values())
+    assert result["resident_bundles"] > 6 * 1000
+
+
+def test_step_refuses_a_cache_that_cannot_keep_its_streams(made):
+    with pytest.raises(RuntimeError, match="streams fit into 7MiB, 1000000 are wanted"):
+        step.step(made.out, streams=(1_000_000,), rounds=1, dram="7MiB")
 
 
 def test_plan_refuses_a_cache_that_cannot_keep_its_batches(made, tokens):

@@ -25,7 +25,7 @@ def words_that_match(array, value, kept):  # type: ignore[no-untyped-def]
 def test_a_set_is_four_cache_lines_as_drawn():
     assert d.SET.itemsize == d.SET_BYTES == 256
     offsets = {name: d.SET.fields[name][1] for name in d.SET.names}
-    assert offsets == {"fingerprint": 0, "group": 16, "count": 32, "age": 48, "x": 64, "slot": 192}
+    assert offsets == {"fingerprint": 0, "group": 16, "count": 32, "age": 48, "slot": 64, "x": 128}
     assert d.allocate(3).ctypes.data % 64 == 0
 
 
@@ -113,6 +113,8 @@ def test_agreeing_fingerprints_do_not_hide_the_right_way():
     for way, x in enumerate(same):
         d.write(directory, 0, way, x, 2, way, 1)
     assert [d.probe(directory, 0, x, 2) for x in same] == list(range(16))
+    assert [d.guess(directory, 0, np.uint64(d.mix(x, 2))) for x in same] == 16 * [0]
+    assert d.guess(directory, 0, np.uint64(next(h for h in (d.mix(x, 2) for x in range(300)) if int(h) & 0xFF != 77))) == -1
     d.remove(directory, 0, 4)
     assert d.probe(directory, 0, same[4], 2) == -1 and d.probe(directory, 0, same[5], 2) == 5
 
