@@ -13,6 +13,7 @@ from served_stores import TUNING, sequences, serving
 
 import ssdgram
 from ssdgram import _state as s
+from ssdgram.serve import client
 from ssdgram.serve.server import Server
 
 torch = pytest.importorskip("torch")
@@ -297,6 +298,17 @@ def test_errors_of_the_server_arrive_typed(engram, tmp_path):
             assert late.value.layer == 14 and late.value.outstanding > 0
             clear_faults(server.store)
             assert_served(engram, store, batch, engram.tokens(5, 4))
+
+
+def test_what_failed_is_told_by_a_server_that_is_slow_to_answer(engram, server, attach, monkeypatch):
+    """It is a failed read, not one that is late: the server's words are worth waiting for."""
+    store = attach()
+    monkeypatch.setattr(client, "WHY_S", 0.0)
+    set_fault(server.store, -5)
+    with store.prefetch(engram.tokens(5, 3)) as batch, pytest.raises(ssdgram.ReadError) as failed:
+        batch.wait(1)
+    clear_faults(server.store)
+    assert type(failed.value) is ssdgram.ReadError and failed.value.errno == 5
 
 
 def test_who_joins_a_failed_batch_reads_anew(engram, server, attach):

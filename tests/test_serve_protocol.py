@@ -28,7 +28,7 @@ def server(engram, tmp_path_factory):
 
 def dial(server):
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection.settimeout(5)
+    connection.settimeout(20)
     connection.connect(str(server.path))
     return connection
 

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 GOING = (share.SERVING, share.REPLACED)
 LOOK_S = 0.005                                               # how long a look at the server's end of the socket is good for
 SPIN_NS = 200_000                                            # before a wait sleeps: it gives way to whoever wants the CPU meanwhile
-ANSWER_S, WHY_S = 5.0, 0.5                                   # how long an answer may take; why a wait failed is not worth as long
+ANSWER_S, WHY_S = 5.0, 0.5                                   # how long an answer may take; why a wait took too long is not worth it
 
 
 def attach(socket: str | os.PathLike[str], device: str = "cpu", hbm: str | int = "0", *, scale_rule: str = "spec",
@@ -128,7 +128,7 @@ class AttachedBatch(Batch):
         waited = time.monotonic() - begin
         store._count_wait(waited)
         if result != READY:
-            raise store._error_of(self, index, waited)
+            raise store._error_of(self, index, waited, WHY_S if result == TIMED_OUT else ANSWER_S)
         self._ready[index] = True
         self._show_device(index)
 
@@ -491,10 +491,10 @@ class AttachedStore(Store):
             share.push(self._board, self._requests, self._bell, self._plan.control, share.LEAVE_SEAT, row, batch.ticket, 0, 0, 0, 0, 0)
             self._unreleased.discard(row)
 
-    def _error_of(self, batch: AttachedBatch, index: int, waited: float) -> Exception:
-        """Why a layer of the batch is not ready, in the server's words."""
+    def _error_of(self, batch: AttachedBatch, index: int, waited: float, limit_s: float) -> Exception:
+        """Why a layer of the batch is not ready, in the server's words if they come within that time."""
         try:
-            body = self._ask(protocol.ASK_ERROR, batch._row, index, waited)
+            body = self._ask(protocol.ASK_ERROR, batch._row, index, waited, limit_s)
         except UnavailableError as error:
             body, why = None, str(error)
         else:
@@ -504,9 +504,8 @@ class AttachedStore(Store):
         return ReadTimeoutError(f"layer {self.layers[index]} of batch {batch.ticket} is not there after {waited:.3g} s: {why}",
                                 layer=self.layers[index], age_s=waited)
 
-    def _ask(self, kind: int, row: int = 0, layer: int = 0, waited: float = 0.0) -> Any:
+    def _ask(self, kind: int, row: int = 0, layer: int = 0, waited: float = 0.0, limit: float = ANSWER_S) -> Any:
         """The answer to a question. ServerDiedError, or UnavailableError if none came in time."""
-        limit = WHY_S if kind == protocol.ASK_ERROR else ANSWER_S
         with self._asking:
             self._questions = (self._questions + 1) % (1 << 32)
             number, deadline = self._questions, time.monotonic() + limit
