@@ -52,7 +52,7 @@ test-bounds: $(READY)
 QUEUELESS := $(wildcard tests/test_bench*.py tests/test_trace*.py) $(addprefix tests/test_,$(addsuffix .py, \
 	blocks bounded checkpoint cli compression configs constants convert convert_kill dequant directory drive engine_contract \
 	engine_loading engine_real engine_seams errors_raised exports files gather_cpu gds gds_gpu gds_store geometry hash history \
-	history_scripts hotset_gds inspect io_uring_denied kernels_triton manifest model numa overflow page policy ragged reference reuse \
+	history_scripts hotset_gds inspect io_uring_denied kernels_triton lookup manifest model numa overflow page policy ragged reference reuse \
 	rules safetensors sequence serve_gpu sketch slim source store_gpu synth text token_map verify wheel))
 DENIED := $(filter-out $(QUEUELESS),$(wildcard tests/test_*.py))
 test-denied: $(READY)
