@@ -152,15 +152,38 @@ class _Implementation(caching.CompileResultCacheImpl):
 class _Cache(caching.FunctionCache):
     _impl_class = _Implementation
 
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """One process at a time: two that save for different types would give both the same file, and one the other's code."""
+        try:
+            with _locked(".saving"):
+                super().save_overload(sig, data)
+        except OSError as error:
+            _say_once(f"compiled code cannot be kept in {CACHE_FOLDER} ({error}): every process compiles for itself; let "
+                      f"SSDGRAM_CACHE_DIR name a folder that can be written, or run `ssdgram warmup` where it can")
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    log.warning("%s", text)
+
+
+@contextlib.contextmanager
+def _locked(name: str) -> Iterator[None]:
+    """Hold the lock of that name of all processes that share CACHE_FOLDER. OSError if nothing can be written there."""
+    CACHE_FOLDER.mkdir(parents=True, exist_ok=True)
+    with open(CACHE_FOLDER / name, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
 
 @contextlib.contextmanager
 def compile_lock() -> Iterator[None]:
-    """Hold the machine-wide compile lock: one process compiles, the others wait and then load what it made."""
-    with _process_lock:
-        CACHE_FOLDER.mkdir(parents=True, exist_ok=True)
-        with open(CACHE_FOLDER / ".lock", "w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+    """Hold the machine-wide compile lock: one process compiles, the others wait and then load what it made. None in a folder that
+    cannot be written, where nobody leaves anything."""
+    with _process_lock, contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError):
+            held.enter_context(_locked(".lock"))
+        yield
 
 
 def compiled(function: F) -> F:
