@@ -9,7 +9,6 @@ thing written, so until then nobody can open the store. The result depends on th
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import logging
 import os
@@ -17,7 +16,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ssdgram.errors import ConversionError, FormatError, IdentityError, ManifestError, NoSpaceError, SSDGramError
+from ssdgram.errors import ConversionError, FormatError, IdentityError, ManifestError, NoSpaceError
 from ssdgram.geometry import Geometry
 from ssdgram.layout.blocks import MAX_JOBS, Progress, default_jobs, run_blocks, threads_for
 from ssdgram.layout.checkpoint import Checkpoint, open_checkpoint
@@ -30,6 +29,7 @@ from ssdgram.layout.journal import Journal
 from ssdgram.layout.manifest import JOURNAL, MANIFEST, ColumnFile, Manifest, SourceTensor, TokenMapFile, sync_folder
 from ssdgram.layout.places import Place, places
 from ssdgram.layout.source import RowSource, Shards, open_sources
+from ssdgram.layout.writing import writing
 from ssdgram.token_map import map_digest
 
 log = logging.getLogger("ssdgram")
@@ -53,7 +53,7 @@ def convert(ckpt: str | os.PathLike[str], out: str | os.PathLike[str], stripe: S
         if folder.exists() and not folder.is_dir():
             raise ConversionError(f"{folder} is a file: expected a folder, or a name that is free; give another")
     checkpoint = open_checkpoint(ckpt)
-    try:
+    with writing(out, "finished columns stay"):
         plan = _Plan(checkpoint, out, _stripes(out, stripe))
         plan.check_room()
         plan.check_tokenizer()
@@ -61,15 +61,6 @@ def convert(ckpt: str | os.PathLike[str], out: str | os.PathLike[str], stripe: S
             folder.mkdir(parents=True, exist_ok=True)
         with Shards() as shards, _locked([out, *plan.roots]):
             return plan.run(open_sources(checkpoint, shards), min(jobs or default_jobs(), MAX_JOBS), progress)
-    except OSError as error:
-        if isinstance(error, SSDGramError):
-            raise
-        where = error.filename or out
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise NoSpaceError(f"{where}: {error.strerror}; finished columns stay: make room and run the same command "
-                               f"again") from error
-        raise ConversionError(f"{where}: {error.strerror or error}; finished columns stay: run the same command again when "
-                              f"the cause is removed") from error
 
 
 class _Compression:

