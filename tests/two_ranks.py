@@ -15,7 +15,7 @@ def work(rank, rendezvous, store, other):
     from ssdgram.engines.settings import Settings
     from ssdgram.errors import SSDGramError
 
-    distributed.init_process_group("gloo", f"file://{rendezvous}", datetime.timedelta(seconds=60), 2, rank)
+    distributed.init_process_group("gloo", f"file://{rendezvous}", datetime.timedelta(seconds=240), 2, rank)
     group = SimpleNamespace(rank_in_group=rank, world_size=2, cpu_group=distributed.group.WORLD)
     options = {"layers": (1, 14), "device": "cpu", "engine": "sglang", "rank": rank}
 
