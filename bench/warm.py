@@ -132,17 +132,28 @@ def plan(out: Path, tokens: np.ndarray, *, positions: int = 4096, each: int = 2,
 # ---------------------------------------------------------------- gil
 
 
-def gil(out: Path, tokens: np.ndarray, *, cold_tokens: int = 2048, steps: int = 300, rounds: int = 5, pause_s: float = 0.002,
+def paced(count: int, period_s: float) -> Iterator[int]:
+    """0 .. count - 1, each `period_s` behind the one before, or later; what is late is not caught up with."""
+    due = time.perf_counter()
+    for number in range(count):
+        due = max(due + period_s, time.perf_counter())
+        time.sleep(max(0.0, due - time.perf_counter()))
+        yield number
+
+
+def gil(out: Path, tokens: np.ndarray, *, cold_tokens: int = 2048, steps: int = 300, rounds: int = 5, period_s: float = 0.02,
         dram: str = "1GiB") -> Result:
     """Reads/s of a cold prefetch, and warm steps of 64 tokens, alone and beside a computing Python thread, in turn.
 
-    The steps come `pause_s` apart in both cases: what is compared is the thread's effect, not that of a longer pause.
+    The steps begin `period_s` apart in both cases. The caller waits for the interpreter some milliseconds a step beside the thread, so
+    steps with a mere pause between them would come further apart there, and find colder caches: another thing than the thread's effect.
     """
     random = np.random.default_rng()
     sets = chunks(tokens, STEP)[:64]
     rates: dict[bool, list[float]] = {False: [], True: []}
     engine: dict[bool, list[float]] = {False: [], True: []}
     caller: dict[bool, list[float]] = {False: [], True: []}
+    apart: dict[bool, list[float]] = {False: [], True: []}
     cold_steps = 0
     with ssdgram.open(out, dram=dram, tuning=PATIENT) as store:
         for piece in sets:
@@ -153,15 +164,19 @@ def gil(out: Path, tokens: np.ndarray, *, cold_tokens: int = 2048, steps: int = 
                 with computing(busy):
                     timing, _ = warm_step(store, fresh)
                     rates[busy].append(1e6 * timing["reads"] / timing["published_us"])
-                    for k in range(steps):
-                        time.sleep(pause_s)
+                    begun = 0.0
+                    for k in paced(steps, period_s):
+                        before, begun = begun, time.perf_counter()
                         timing, caller_us = warm_step(store, sets[k % len(sets)])
                         if not is_warm(timing):
                             cold_steps += 1
                             continue
+                        if k:
+                            apart[busy].append(1e3 * (begun - before))
                         engine[busy].append(timing["published_us"])
                         caller[busy].append(caller_us)
-    result: Result = {"cold_tokens": cold_tokens, "pause_s": pause_s, "steps_left_out": cold_steps,
+    result: Result = {"cold_tokens": cold_tokens, "period_s": period_s, "steps_left_out": cold_steps,
+                      "apart_ms": {"alone": quantiles(apart[False]), "beside": quantiles(apart[True])},
                       "reads_s": {name: statistics.median(rates[busy]) for name, busy in (("alone", False), ("beside", True))},
                       "engine_us": {"alone": quantiles(engine[False]), "beside": quantiles(engine[True])},
                       "caller_us": {"alone": quantiles(caller[False]), "beside": quantiles(caller[True])}}
@@ -169,6 +184,7 @@ def gil(out: Path, tokens: np.ndarray, *, cold_tokens: int = 2048, steps: int = 
     oks = [ratio >= 1 - GIL_BAR]
     click.echo(f"  cold prefetch of {cold_tokens} tokens: {rate['alone']:,.0f} reads/s alone, {rate['beside']:,.0f} beside "
                f"computing Python: ratio {ratio:.3f}, {bar(f'{1 - GIL_BAR}', oks[0])}")
+    click.echo(f"  warm steps begin {result['apart_ms']['alone']['p50']:.1f} ms apart alone, {result['apart_ms']['beside']['p50']:.1f} beside")
     for name in ("p50", "p99"):
         alone, beside = result["engine_us"]["alone"][name], result["engine_us"]["beside"][name]
         oks.append(beside <= alone * (1 + GIL_BAR))

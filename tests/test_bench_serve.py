@@ -57,7 +57,7 @@ def test_plan_refuses_a_cache_that_cannot_keep_its_batches(made, tokens):
 
 def test_gil_compares_the_same_work_alone_and_beside(made, tokens):
     before = set(threading.enumerate())
-    result = warm.gil(made.out, tokens[:256], cold_tokens=64, steps=6, rounds=1, pause_s=0, dram=DRAM)
+    result = warm.gil(made.out, tokens[:256], cold_tokens=64, steps=6, rounds=1, period_s=0, dram=DRAM)
     assert set(threading.enumerate()) <= before              # the computing thread is gone
     assert result["reads_s"]["alone"] > 0 and result["reads_s"]["beside"] > 0
     for side in ("alone", "beside"):
