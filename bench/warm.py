@@ -184,7 +184,8 @@ def gil(out: Path, tokens: np.ndarray, *, cold_tokens: int = 2048, steps: int = 
     oks = [ratio >= 1 - GIL_BAR]
     click.echo(f"  cold prefetch of {cold_tokens} tokens: {rate['alone']:,.0f} reads/s alone, {rate['beside']:,.0f} beside "
                f"computing Python: ratio {ratio:.3f}, {bar(f'{1 - GIL_BAR}', oks[0])}")
-    click.echo(f"  warm steps begin {result['apart_ms']['alone']['p50']:.1f} ms apart alone, {result['apart_ms']['beside']['p50']:.1f} beside")
+    click.echo(f"  warm steps begin {result['apart_ms']['alone']['p50']:.1f} ms apart alone, "
+               f"{result['apart_ms']['beside']['p50']:.1f} beside")
     for name in ("p50", "p99"):
         alone, beside = result["engine_us"]["alone"][name], result["engine_us"]["beside"][name]
         oks.append(beside <= alone * (1 + GIL_BAR))
