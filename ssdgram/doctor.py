@@ -214,7 +214,7 @@ def gds_mode(found: dict[str, Any]) -> Finding:
 def _compiled_code() -> Iterator[Finding]:
     from ssdgram._compiled import CACHE_FOLDER
 
-    count = sum(1 for _ in CACHE_FOLDER.glob("*.nbi"))
+    count = sum(1 for _ in CACHE_FOLDER.glob("*.nbc"))          # as `ssdgram warmup` counts
     yield judge("compiled code", f"{count} functions in {CACHE_FOLDER}", "made ahead", count > 0,
                 "the first open compiles before it serves: run `ssdgram warmup` once, for example when an image is built")
 

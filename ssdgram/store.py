@@ -170,6 +170,9 @@ class Store:
         self._tickets = 0
         if hotset is not None and not Path(hotset).name:
             raise ConfigError(f"hotset={hotset!r}: expected the path of a file")
+        if hotset is not None and Path(os.path.realpath(hotset)).is_relative_to(os.path.realpath(out)):
+            raise ConfigError(f"hotset={os.fspath(hotset)!r} lies in the store's folder {self.path}: expected a file outside of it, so "
+                              f"that the store stays what was converted; give another place")
         self._hotset, self.hot_bundles, self.hotset_load_s = hotset, 0, 0.0
         self._cuda: CudaSide | None = None
         self._gds: _gds.Port | None = None

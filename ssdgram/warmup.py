@@ -8,6 +8,7 @@ ssdgram._compiled keeps it, and a second run finds everything there and takes se
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -81,9 +82,15 @@ def warm_up(folder: Path, begin: Callable[[str], None] = lambda name: None) -> I
         yield Done(step.name, time.monotonic() - start, compilations.count, left_out)
 
 
+def without_hint(record: logging.LogRecord) -> bool:
+    """A filter for the package's logger: a long compilation says what it is, and not that `ssdgram warmup` would do it ahead."""
+    record.msg = str(record.msg).replace("; `ssdgram warmup` does it ahead", "")
+    return True
+
+
 class Compilations(event.Listener):
-    """Counts the functions of this package that this process compiles; those that it loads from the disk are not compiled. (The
-    folder would not tell: other processes fill it too.)"""
+    """Counts the functions of this package that this process compiles, a function once for each set of argument types; those that
+    it loads from the disk are not compiled. (The folder would not tell: other processes fill it too.)"""
 
     def __init__(self) -> None:
         self.count = 0
@@ -96,8 +103,8 @@ class Compilations(event.Listener):
 
 
 def functions() -> int:
-    """Number of compiled functions that are kept on disk."""
-    return sum(1 for _ in CACHE_FOLDER.glob("*.nbi"))
+    """Number of compiled functions that are kept on disk, a function once for each set of argument types, as `Compilations` counts."""
+    return sum(1 for _ in CACHE_FOLDER.glob("*.nbc"))
 
 
 def size() -> int:

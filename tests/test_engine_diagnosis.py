@@ -1,6 +1,7 @@
 """`ssdgram doctor --engine`: the verdict, and the line that says why not."""
 
 import json
+import socket
 
 import pytest
 from click.testing import CliRunner
@@ -56,6 +57,19 @@ def test_ranks_that_divide_the_tables_are_told(all_well):
 def test_ple_stores_are_told_by_their_encoding(all_well, ple):
     finding = verdicts({**all_well, "SSDGRAM_STORE": str(ple.out)})["store"]
     assert "ple" in finding.found and (finding.verdict == MISSING) == (ple.geometry.encoding == "nvfp4")
+
+
+def test_a_servers_socket_takes_no_gpu_memory(all_well, tmp_path):
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "s"))
+        served = {**all_well, "SSDGRAM_STORE": str(tmp_path / "s")}
+        found = verdicts(served)
+        assert found["SSDGRAM_HBM"].verdict == OK and "the server's" in found["SSDGRAM_HBM"].found and found["plug-in"].verdict == OK
+        for value, text in (("2GiB", "2GiB, with a server's socket"), ("much", "much")):
+            found = verdicts({**served, "SSDGRAM_HBM": value})
+            assert found["SSDGRAM_HBM"].verdict == MISSING and text in found["SSDGRAM_HBM"].found
+            assert found["SSDGRAM_HBM"].advice.startswith("unset it") and "SSDGRAM_HBM" in found["plug-in"].found
+        assert verdicts({**served, "SSDGRAM_HBM": "0MiB"})["plug-in"].verdict == OK
 
 
 def test_an_allow_list_with_the_plug_in_is_right(all_well):

@@ -146,6 +146,14 @@ def test_a_hot_set_needs_a_name(store_folder):
         ssdgram.open(store_folder, hotset="")
 
 
+def test_a_hot_set_in_the_stores_folder_is_refused_early(store_folder, tmp_path):
+    (tmp_path / "link").symlink_to(store_folder)
+    for place in (store_folder / "hot", store_folder / "manifest.json", tmp_path / "link" / "a" / "hot", store_folder):
+        with pytest.raises(ssdgram.ConfigError, match=r"lies in the store's folder .*expected a file outside"):
+            ssdgram.open(store_folder, hotset=place)
+    assert not (store_folder / "hot").exists()
+
+
 def test_a_header_of_another_file_is_a_typed_error(store_folder, tmp_path):
     with ssdgram.open(store_folder, dram="16MiB") as store, pytest.raises(ssdgram.HotSetError, match="no hot set"):
         hotset._checked_header(store, hotset.Layout(store), b"x" * hotset.BLOCK, hotset.BLOCK, tmp_path / "other")

@@ -379,6 +379,21 @@ def test_the_socket(engram, tmp_path):
     assert path.read_text() == "a file"
 
 
+def test_a_server_that_cannot_start_leaves_nothing(engram, tmp_path):
+    (tmp_path / "file").write_text("a file")
+    with pytest.raises(ssdgram.UnavailableError, match="is no socket"):
+        Server(engram.out, tmp_path / "file")
+    with pytest.raises(ssdgram.ManifestError):
+        Server(tmp_path / "no store", tmp_path / "s")
+    with pytest.raises(ssdgram.ConfigError, match="lies in the store's folder"):
+        Server(engram.out, tmp_path / "s", hotset=engram.out / "hot")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    (tmp_path / "s.lock").write_text("somebody's")
+    with pytest.raises(ssdgram.ManifestError):
+        Server(tmp_path / "no store", tmp_path / "s")
+    assert (tmp_path / "s.lock").read_text() == "somebody's"
+
+
 def test_bad_servers(engram, tmp_path):
     with pytest.raises(ssdgram.ConfigError, match="clients=0"):
         Server(engram.out, tmp_path / "s", clients=0)

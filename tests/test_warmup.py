@@ -75,7 +75,43 @@ def test_the_command_says_where_the_code_is(monkeypatch):
     monkeypatch.setattr(warmup, "KINDS", {})
     answer = CliRunner().invoke(main, ["warmup"])
     assert answer.exit_code == 0
-    assert str(CACHE_FOLDER) in answer.output and f"{warmup.functions()} functions" in answer.output
+    assert str(CACHE_FOLDER) in answer.output and f"{warmup.functions()} kept in all" in answer.output
+
+
+def test_the_numbers_add_up_and_no_line_says_that_warmup_would_do_it_ahead(tmp_path):
+    """In an empty folder: a function that calls another, one of them for two sets of argument types; each compilation takes "long"."""
+    source = tmp_path / "of_the_test.py"
+    source.write_text("""
+import numpy as np
+from ssdgram import _compiled, warmup
+from ssdgram.cli import main
+
+@_compiled.compiled_inner
+def inner(values):
+    return values[0]
+
+@_compiled.compiled
+def outer(values):
+    return inner(values) + 1
+
+def compile_them(folder):
+    for dtype in (np.int64, np.float64):
+        _compiled.compile_for(outer, np.ones(1, dtype))
+
+for function in (inner, outer):
+    function.py_func.__module__ = "ssdgram.of_the_test"
+_compiled.COMPILE_NOTICE_S = 0.0
+warmup.KINDS.clear()
+warmup._registered[:] = [warmup.Step("made up", compile_them)]
+main(["warmup"])
+""")
+    answer = subprocess.run([sys.executable, str(source)], capture_output=True, text=True, timeout=200,
+                            env={**os.environ, "SSDGRAM_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(sys.path)})
+    assert answer.returncode == 0, answer.stderr
+    assert ", 4 functions compiled\n" in answer.stdout
+    assert "\n4 functions compiled now, 4 kept in all (a function once for each set of argument types)" in answer.stdout
+    assert "compiling outer, once for this installation and processor (about a minute)" in answer.stderr
+    assert "ahead" not in answer.stdout + answer.stderr
 
 
 def test_the_folder_can_be_chosen(tmp_path):

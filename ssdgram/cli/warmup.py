@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from pathlib import Path
 
@@ -18,12 +19,18 @@ def warmup() -> None:
     from rich.console import Console
 
     from ssdgram._compiled import CACHE_FOLDER
-    from ssdgram.warmup import functions, size, warm_up
+    from ssdgram.warmup import functions, size, warm_up, without_hint
 
-    console = Console(highlight=False)
+    console, compiled, log = Console(highlight=False), 0, logging.getLogger("ssdgram")
     console.print(f"compiled code is kept in {CACHE_FOLDER}", soft_wrap=True)
-    with tempfile.TemporaryDirectory(prefix="ssdgram-warmup-") as folder, console.status("") as status:
-        for done in warm_up(Path(folder), lambda name: status.update(f"{name} ...")):
-            what = f"left out: {done.left_out}" if done.left_out else f"{done.seconds:.1f} s, {done.functions} functions compiled"
-            console.print(f"  {done.name}: {what}", soft_wrap=True)
-    console.print(f"{functions()} functions, {size() / 2**20:.1f} MiB")
+    log.addFilter(without_hint)
+    try:
+        with tempfile.TemporaryDirectory(prefix="ssdgram-warmup-") as folder, console.status("") as status:
+            for done in warm_up(Path(folder), lambda name: status.update(f"{name} ...")):
+                compiled += done.functions
+                what = f"left out: {done.left_out}" if done.left_out else f"{done.seconds:.1f} s, {done.functions} functions compiled"
+                console.print(f"  {done.name}: {what}", soft_wrap=True)
+    finally:
+        log.removeFilter(without_hint)
+    console.print(f"{compiled} functions compiled now, {functions()} kept in all (a function once for each set of argument types), "
+                  f"{size() / 2**20:.1f} MiB", soft_wrap=True)

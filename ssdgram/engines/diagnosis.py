@@ -75,6 +75,7 @@ def _store(settings: Settings, engine: str) -> Iterator[Finding]:
         yield from _split(settings, engine, ENGRAM)
         yield Finding("store", f"{settings.store}: the socket of a server", "a running `ssdgram serve`", NOTE,
                       "each rank attaches to it at the start; its own check of model and store comes then")
+        yield from _attached_budgets(settings)
         return
     try:
         manifest = Manifest.load(Path(settings.store))
@@ -96,6 +97,20 @@ def _store(settings: Settings, engine: str) -> Iterator[Finding]:
                 "below the machine's memory", budgets[0] <= there, "lower SSDGRAM_DRAM", MISSING)
     yield Finding("settings", f"queue {settings.queue}, early {settings.early} tokens, hot set {settings.hotset or 'none'}, metrics "
                               f"{'none' if settings.metrics is None else f'from port {settings.metrics} on'}", "as you mean them", NOTE)
+
+
+def _attached_budgets(settings: Settings) -> Iterator[Finding]:
+    """The budgets of a rank that attaches to a server: DRAM is the server's, GPU memory is refused by `ssdgram.attach`."""
+    try:
+        hbm = parse_size(settings.hbm, "SSDGRAM_HBM")
+    except SSDGramError as error:
+        yield Finding("SSDGRAM_HBM", str(error), "0, or unset", MISSING,
+                      "unset it: a rank that attaches to a server keeps no rows in GPU memory")
+        return
+    yield judge("SSDGRAM_HBM", f"{settings.hbm}, with a server's socket" if hbm else "0; DRAM is the server's (`ssdgram serve --dram`)",
+                "0, or unset", hbm == 0,
+                "unset it: a rank that attaches to a server keeps no rows in GPU memory; or let SSDGRAM_STORE be the store's folder",
+                MISSING)
 
 
 def _split(settings: Settings, engine: str, family: str) -> Iterator[Finding]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import json
 import logging
@@ -70,7 +71,7 @@ class Server:
     """An open server; also a context manager that closes it. `options`: those of `ssdgram.open` but device and hbm.
 
     `clients`: at most so many at once; `rows`: batches that each may have at once; `positions`: most tokens of a batch.
-    Raises what `open` raises, and UnavailableError if another server has the socket.
+    Raises what `open` raises, and UnavailableError if another server has the socket, or something else is at its path.
     """
 
     def __init__(self, out: str | os.PathLike[str], path: str | os.PathLike[str], *, clients: int = 16, rows: int = 64,
@@ -82,12 +83,13 @@ class Server:
             raise ConfigError(f"{clients} clients of {rows} batches each: expected at most {(1 << 16) - 1} batches in all")
         self.path = Path(path)
         self._layout = share.layout_digest()
+        _check_place(self.path)                              # before the lock, which leaves a file
         self._lock_file = _lock(self.path)
         self._closed = False
         try:
             self._listener = _listen(self.path)
         except BaseException:
-            os.close(self._lock_file)
+            _unlock(self.path, self._lock_file)
             raise
         try:
             self.store = ServedStore(out, device="cpu", tuning=dataclasses.replace(tuning or Tuning(), batches=1 + clients * rows),
@@ -100,7 +102,9 @@ class Server:
                 raise
         except BaseException:
             self._listener.close()
-            os.close(self._lock_file)
+            with contextlib.suppress(FileNotFoundError):     # it may have its name already
+                os.unlink(_new(self.path))
+            _unlock(self.path, self._lock_file)
             raise
 
     def _start(self, clients: int, rows: int, positions: int) -> None:
@@ -418,6 +422,16 @@ def _run_desk(desk: Any) -> None:
     d.desk_loop(desk)
 
 
+def _check_place(path: Path) -> None:
+    """UnavailableError if there is something else than a socket."""
+    try:
+        kind = os.lstat(path).st_mode
+    except OSError:                                          # free; or out of reach, as the lock's file says then
+        return
+    if not stat.S_ISSOCK(kind):
+        raise UnavailableError(f"{path} is there and is no socket: choose another --socket")
+
+
 def _lock(path: Path) -> int:
     """Hold PATH.lock: who holds it may replace the socket. The kernel lets it go when the process ends, however it ends."""
     if len(os.fsencode(path)) > MOST_PATH:
@@ -428,10 +442,21 @@ def _lock(path: Path) -> int:
         raise UnavailableError(f"{path}.lock: {error.strerror}: choose a folder that this user may write to") from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(file), os.lstat(f"{path}.lock")):
+            raise FileNotFoundError(errno.ENOENT, "the lock was another's, who has removed it")
     except OSError as error:
         os.close(file)
         raise UnavailableError(f"{path}: another server is running there; stop it, or choose another --socket") from error
     return file
+
+
+def _unlock(path: Path, file: int) -> None:
+    """Of a server that could not start nothing is left: remove the lock's file while it is held (`_lock` looks whether it still has
+    its name), unless somebody keeps something in it."""
+    with contextlib.suppress(OSError):
+        if os.fstat(file).st_size == 0:
+            os.unlink(f"{path}.lock")
+    os.close(file)
 
 
 def _new(path: Path) -> Path:
@@ -441,9 +466,7 @@ def _new(path: Path) -> Path:
 
 def _listen(path: Path) -> socket.socket:
     """A listening socket, mode 0600, beside the path. The caller holds the lock: whatever socket is at the path is a dead server's."""
-    with contextlib.suppress(FileNotFoundError):
-        if not stat.S_ISSOCK(os.lstat(path).st_mode):
-            raise UnavailableError(f"{path} is there and is no socket: choose another --socket")
+    _check_place(path)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(_new(path))
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
