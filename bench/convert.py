@@ -135,4 +135,6 @@ def main(folder: Path, gib: float, rounds: int, jobs: int, save: bool) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    from ssdgram.cli import run_module
+
+    run_module(main)

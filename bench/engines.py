@@ -93,4 +93,6 @@ def main(peer: Path, folder: Path | None, steps: int, rows: int, table_gib: int,
 
 
 if __name__ == "__main__":
-    main()
+    from ssdgram.cli import run_module
+
+    run_module(main)

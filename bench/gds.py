@@ -288,4 +288,6 @@ def main(folder: Path, rows: int, device: str, dram: str, copy_to: Path | None, 
 
 
 if __name__ == "__main__":
-    main()
+    from ssdgram.cli import run_module
+
+    run_module(main)

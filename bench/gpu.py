@@ -330,4 +330,6 @@ def main(tune: bool, sections: str, table_gib: float, slab_gib: float, workers: 
 
 
 if __name__ == "__main__":
-    main()
+    from ssdgram.cli import run_module
+
+    run_module(main)

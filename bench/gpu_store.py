@@ -251,4 +251,6 @@ def main(folder: Path | None, rows: int, dram: str, rounds: int, crew: int | Non
 
 
 if __name__ == "__main__":
-    main()
+    from ssdgram.cli import run_module
+
+    run_module(main)

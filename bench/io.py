@@ -239,4 +239,6 @@ def main(path: Path, gib: float, memory_file: Path, memory_gib: float, depths: t
 
 
 if __name__ == "__main__":
-    main()
+    from ssdgram.cli import run_module
+
+    run_module(main)

@@ -26,7 +26,7 @@ import numpy as np
 import ssdgram
 from ssdgram._budget import parse_size
 from ssdgram.bench.facts import RESULTS, facts, write_results
-from ssdgram.bench.material import Material, discard, make, random_tokens, text
+from ssdgram.bench.material import Material, discard, make, missing, random_tokens, remove_empty, text
 from ssdgram.errors import ConfigError
 from ssdgram.store import Tuning
 from ssdgram.tools.drive import Drive
@@ -204,7 +204,7 @@ def cells_of(layers: Sequence[int], streams: Sequence[int], chunks: Sequence[int
 def main(folder: Path, rows: int, budgets: tuple[str, ...], streams: tuple[int, ...], chunks: tuple[int, ...], tokens: int, piece: int,
          step_ms: float, prefill_tokens_s: float, ahead: int, keep: bool, add: bool, save: bool) -> None:
     """Make, predict, measure, print, write."""
-    material = Material(folder, rows)
+    material, made = Material(folder, rows), missing(folder)
     try:
         make(material)
         traces = [text(folder, kind, material.tokenizer, 1_000_000) for kind in ("prose", "code")]
@@ -221,7 +221,10 @@ def main(folder: Path, rows: int, budgets: tuple[str, ...], streams: tuple[int, 
     finally:
         if not keep:
             discard(material)
+        remove_empty(made)
 
 
 if __name__ == "__main__":
-    main()
+    from ssdgram.cli import run_module
+
+    run_module(main)

@@ -256,4 +256,6 @@ def main(chosen: tuple[str, ...], tokens: int, streams: int, sizes: tuple[int, .
 
 
 if __name__ == "__main__":
-    main()
+    from ssdgram.cli import run_module
+
+    run_module(main)

@@ -19,7 +19,7 @@ import numpy as np
 
 from ssdgram.bench.cold import cold, opening, rss
 from ssdgram.bench.facts import facts, write_results
-from ssdgram.bench.material import Material, chunks, discard, make, text
+from ssdgram.bench.material import Material, chunks, discard, make, missing, remove_empty, text
 from ssdgram.bench.step import STEPS, step
 from ssdgram.bench.warm import gil, plan, priority
 
@@ -42,7 +42,7 @@ def main(names: tuple[str, ...], folder: Path, rows: int, small_rows: int, dram:
          save: bool) -> None:
     """Make, run, print, write, delete."""
     chosen = names or NAMES
-    small, large = Material(folder, small_rows), Material(folder, rows)
+    small, large, made = Material(folder, small_rows), Material(folder, rows), missing(folder)
     try:
         make(small)
         if set(chosen) - {"plan", "step", "rss"}:
@@ -65,6 +65,7 @@ def main(names: tuple[str, ...], folder: Path, rows: int, small_rows: int, dram:
     finally:
         if not keep:
             discard(small, large)
+        remove_empty(made)
 
 
 def _measurements(small: Material, large: Material, prose: np.ndarray, code: np.ndarray, dram: str,
@@ -85,4 +86,6 @@ def _measurements(small: Material, large: Material, prose: np.ndarray, code: np.
 
 
 if __name__ == "__main__":
-    main()
+    from ssdgram.cli import run_module
+
+    run_module(main)

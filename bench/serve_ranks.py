@@ -24,7 +24,7 @@ import click
 import numpy as np
 
 from ssdgram.bench.facts import facts, write_results
-from ssdgram.bench.material import Material, discard, make
+from ssdgram.bench.material import Material, discard, make, missing, remove_empty
 
 STEP = 64                                                    # tokens
 COLD_STEPS, WARM_STEPS, SPACED_STEPS = 32, 200, 100
@@ -158,7 +158,7 @@ def main(folder: Path, rows: int, dram: str, ranks: str, rounds: int, keep: bool
     """Make, run, print, write, delete."""
     import ssdgram
 
-    material, result, load = Material(folder, rows), {}, os.getloadavg()[0]
+    material, made, result, load = Material(folder, rows), missing(folder), {}, os.getloadavg()[0]
     try:
         make(material)
         with ssdgram.open(material.out, dram=dram) as store:
@@ -176,7 +176,10 @@ def main(folder: Path, rows: int, dram: str, ranks: str, rounds: int, keep: bool
     finally:
         if not keep:
             discard(material)
+        remove_empty(made)
 
 
 if __name__ == "__main__":
-    main()
+    from ssdgram.cli import run_module
+
+    run_module(main)

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
@@ -137,3 +138,44 @@ def test_benchmarks_are_found_by_their_sources(tmp_path, monkeypatch):
 def test_a_server_refuses_numbers_by_the_options_name(option, tmp_path):
     answer = run("serve", str(tmp_path), "--socket", str(tmp_path / "s"), option, "0")
     assert answer.exit_code == 2 and f"'{option}'" in answer.output
+
+
+def test_a_benchmark_run_as_a_module_says_one_line_too(tmp_path):
+    """`python -m ssdgram.bench.NAME` and `ssdgram bench NAME`, without room; of the folders made for it nothing is left."""
+    options = ["--folder", str(tmp_path / "new" / "place"), "--rows", str(10 ** 12), "--no-save"]
+    answers = [subprocess.run([sys.executable, "-m", *module, *options], capture_output=True, text=True, timeout=200)
+               for module in (["ssdgram.bench.serve_ranks"], ["ssdgram", "bench", "serve_ranks"])]
+    assert [answer.returncode for answer in answers] == [1, 1]
+    assert answers[0].stderr == answers[1].stderr and answers[0].stderr.startswith("Error: NoSpaceError: ")
+    assert len(answers[0].stderr.splitlines()) == 1 and list(tmp_path.iterdir()) == []
+
+
+def test_every_benchmark_leaves_by_the_same_entry():
+    import ssdgram.bench as bench
+
+    for place, _ in cli._benchmarks().values():
+        source = Path(bench.__path__[0], *place.partition(":")[0].split(".")[2:]).with_suffix(".py").read_text()
+        assert "__main__" not in source or source.endswith("    run_module(main)\n"), place
+
+
+def test_only_expected_errors_are_one_line(capsys):
+    def refuse():
+        raise ssdgram.ConfigError("found, expected, what to do")
+
+    with pytest.raises(SystemExit) as ended:
+        cli.run_module(refuse)
+    assert ended.value.code == 1 and capsys.readouterr().err == "Error: ConfigError: found, expected, what to do\n"
+    with pytest.raises(ZeroDivisionError):
+        cli.run_module(lambda: 1 // 0)
+
+
+def test_folders_that_were_there_stay(tmp_path):
+    from ssdgram.bench.material import missing, remove_empty
+
+    assert missing(tmp_path) == []
+    made = missing(tmp_path / "a" / "b")
+    assert made == [tmp_path / "a" / "b", tmp_path / "a"]
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "mine").touch()
+    remove_empty(made)
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["mine"]

@@ -126,4 +126,6 @@ def _has_gpu() -> bool:
 
 
 if __name__ == "__main__":
-    main()
+    from ssdgram.cli import run_module
+
+    run_module(main)

@@ -8,11 +8,13 @@ process: one line on stderr and exit status 1; the traceback only with --debug.
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import importlib
 import logging
 import pkgutil
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,29 @@ class FailedCommand(click.ClickException):
         super().__init__(f"{type(error).__name__}: {text}")
 
 
+@contextlib.contextmanager
+def in_one_line() -> Iterator[None]:
+    """FailedCommand instead of the errors that are expected: the package's, the operating system's, a package that is not there."""
+    try:
+        yield
+    except BrokenPipeError:                                  # `ssdgram inspect | head`: click ends quietly
+        raise
+    except (SSDGramError, OSError, ModuleNotFoundError) as error:
+        if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "ssdgram":
+            raise
+        raise FailedCommand(error) from error
+
+
+def run_module(command: Callable[[], Any]) -> None:
+    """What `python -m ssdgram.bench.NAME` runs: the module's `main`, whose errors leave as those of `ssdgram bench NAME` do."""
+    try:
+        with in_one_line():
+            command()
+    except FailedCommand as failure:
+        failure.show()
+        sys.exit(failure.exit_code)
+
+
 class LazyGroup(click.Group):
     """A group whose commands are "module:attribute" targets, imported on use; help texts need no import."""
 
@@ -76,15 +101,8 @@ class RootGroup(LazyGroup):
     """The outermost group: turns the package's errors, and the operating system's, into one line."""
 
     def invoke(self, context: click.Context) -> Any:
-        try:
+        with contextlib.nullcontext() if context.params.get("debug") else in_one_line():
             return super().invoke(context)
-        except BrokenPipeError:                              # `ssdgram inspect | head`: click ends quietly
-            raise
-        except (SSDGramError, OSError, ModuleNotFoundError) as error:
-            ours = isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "ssdgram"
-            if ours or context.params.get("debug"):
-                raise
-            raise FailedCommand(error) from error
 
 
 class BenchGroup(LazyGroup):
