@@ -5,9 +5,12 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import two_ranks
+from rank_groups import Group
 
+from ssdgram.engines import ranks
 from ssdgram.engines.ranks import SPLITS
 from ssdgram.engines.settings import SPLITS as VALUES
+from ssdgram.engines.settings import Settings
 
 
 def run(work, tmp_path, *arguments):
@@ -22,6 +25,20 @@ def test_every_engine_and_family_has_its_way():
 
     assert set(SPLITS) == {(engine, family) for engine in ("vllm", "sglang") for family in (ENGRAM, PLE)}
     assert {way for way, _ in SPLITS.values()} == set(VALUES) - {"none"}
+
+
+def test_the_other_ranks_hear_of_an_error_of_any_kind(monkeypatch):
+    """They wait for every rank's word: also for that of one whose GPU has too little memory, which is torch's error."""
+    said = []
+
+    def open_store(settings, **options):
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(ranks.opening, "open_store", open_store)
+    monkeypatch.setattr(ranks, "exchange", lambda group, what: said.append(what))
+    with pytest.raises(RuntimeError, match="CUDA out of memory"):
+        ranks.open_store(Settings(store="/store"), Group(1, 2))
+    assert said == ["RuntimeError: CUDA out of memory"]
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from typing import Any
 
 from ssdgram.engines import opening
 from ssdgram.engines.settings import Settings
-from ssdgram.errors import ConfigError, SSDGramError
+from ssdgram.errors import ConfigError
 from ssdgram.geometry import ENGRAM, PLE
 from ssdgram.store import Store
 
@@ -50,14 +50,14 @@ def owner_of(group: Any) -> dict[str, Any]:
 def open_store(settings: Settings, group: Any, **options: Any) -> Store:
     """As opening.open_store with these options, but by every rank of the group, or by none of them; collective. None: no group.
 
-    Raises what that raises on the rank whose store cannot be opened, and ConfigError on the others; on all of them if they would
-    not serve the same rows.
+    Raises what that raises on the rank whose store cannot be opened, whatever that is, and ConfigError on the others; on all of them
+    if they would not serve the same rows.
     """
     if group is None:
         return opening.open_store(settings, **options)
     try:
         store = opening.open_store(settings, **options)
-    except (SSDGramError, OSError) as error:
+    except Exception as error:                               # torch's too (no GPU memory): the others wait to hear of it
         exchange(group, f"{type(error).__name__}: {error}")
         raise
     try:
