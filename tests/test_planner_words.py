@@ -78,7 +78,7 @@ def test_slots_stay_until_every_gathers_word_arrived(engram, served):
     assert until(lambda: starves(store, late))
     with pytest.raises(ssdgram.StoreBusyError):
         late.wait(timeout_s=0.2)
-    assert stage(store, batch._row) == p.UNWINDING and store.stats().oldest_ticket == batch.ticket
+    assert until(lambda: stage(store, batch._row) == p.UNWINDING) and store.stats().oldest_ticket == batch.ticket
     for address, data in zip(addresses, before):
         np.testing.assert_array_equal(bundle_bytes(store, address), data)
     words[0] = 3
@@ -124,7 +124,7 @@ def test_a_batchs_memory_lives_until_its_row_is_free(engram, served):
     del batch
     gc.collect()
     store.prefetch([1]).release()
-    assert stage(store, row) == p.UNWINDING and all(array() is not None for array in memory)
+    assert until(lambda: stage(store, row) == p.UNWINDING) and all(array() is not None for array in memory)
     words[0] = 1
     assert until(lambda: stage(store, row) == p.FREE_BATCH)
     store.prefetch([1]).release()                            # rows that are free are looked for here
@@ -140,6 +140,7 @@ def test_tokens_are_looked_at_when_their_word_arrived(engram, served):
     devices = [Device(engram.tokens(20, seed), garbage) for seed, garbage in enumerate((-5, 7))]     # no token; one, but not ours
     for device in devices:
         with device.prefetch(store) as batch:
+            assert until(lambda: stage(store, batch._row) == p.AWAITING)
             time.sleep(LONG_ENOUGH_S)
             assert stage(store, batch._row) == p.AWAITING
             device.deliver()
