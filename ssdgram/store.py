@@ -488,7 +488,7 @@ class Store:
             self.close()
 
     def __del__(self) -> None:
-        if not getattr(self, "_closed", True) and not self._inherited():
+        if not getattr(self, "_closed", True) and self._usable():
             self.close()
             warnings.warn(f"{self!r} was dropped without close()", ResourceWarning, stacklevel=2, source=self)
 
@@ -515,7 +515,8 @@ class Store:
         """A batch is about to be handed in: what takes its time to be ready for it may begin now."""
 
     def _usable(self) -> bool:
-        return not self._closed and not self._inherited()
+        """For destructors: a forked child drops what other threads had before any code of ours has run in it, so the system is asked."""
+        return not self._closed and os.getpid() == self._pid
 
     def _layer_index(self, layer: int) -> int:
         if layer not in self.layers:
@@ -632,7 +633,7 @@ class Store:
         deadline = time.monotonic() + ROW_WAIT_S
         while True:
             ring(self._address)                              # it may be asleep, with releases before it
-            released = [row for row in self._leaving if self._plan.batches["window"][row] == 0]
+            released = [row for row in tuple(self._leaving) if self._plan.batches["window"][row] == 0]
             if not released or time.monotonic() > deadline:
                 break
             self._lock.release()
@@ -659,7 +660,8 @@ class Store:
 
     def _sweep(self) -> None:
         """Give up what large batches' rows point into, where the planner has done with them."""
-        for row in [row for row in self._large if self._plan.words[row * self._line + p.W_STAGE] == p.FREE_BATCH]:
+        large = tuple(self._large)                           # the collector may release a batch between any two lines
+        for row in [row for row in large if self._plan.words[row * self._line + p.W_STAGE] == p.FREE_BATCH]:
             self._large.discard(row)
             self._alive.pop(row, None)
             self._row_memory.pop(row, None)

@@ -5,6 +5,7 @@ import gc
 import mmap
 import os
 import signal
+import threading
 import time
 import traceback
 
@@ -65,6 +66,39 @@ def test_every_call_in_the_child_raises(engram, store):
     for seed in range(1, 20):
         with store.prefetch(engram.tokens(20, seed)) as batch:
             assert_served(engram, store, batch, engram.tokens(20, seed))
+
+
+@pytest.mark.parametrize("kept", ["batch", "store"])
+def test_what_other_threads_kept_is_dropped_in_the_child_before_any_hook_has_run(engram, kept):
+    """Python clears their thread-locals as it forks: the destructors must not touch memory that the child has not."""
+    local, ready, over = threading.local(), threading.Event(), threading.Event()
+
+    def keep():
+        store = engram.open()
+        local.batch = store.prefetch(engram.tokens(20))
+        local.batch.wait()
+        if kept == "store":
+            local.batch.release()
+            local.batch, local.store = None, store
+        del store
+        ready.set()
+        over.wait(60)
+        if kept == "batch":
+            assert_served(engram, local.batch._store, local.batch, engram.tokens(20))
+            local.batch.release()
+            local.store = local.batch._store
+        local.store.close()
+        over.clear()                                         # all of it went well
+
+    thread = threading.Thread(target=keep)
+    thread.start()
+    try:
+        assert ready.wait(60)
+        assert in_child(lambda: None) == ""
+    finally:
+        over.set()
+        thread.join()
+    assert not over.is_set()
 
 
 def test_calls_on_a_closed_store(engram):

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from made_stores import QUEUES, assert_served, check_planner, clear_faults, pack
 
 import ssdgram
 from ssdgram._state import FAULT_STALL
-from ssdgram.store import Tuning
+from ssdgram.store import KEPT_PLAN, Tuning
 
 torch = pytest.importorskip("torch")
 
@@ -508,3 +509,22 @@ def test_no_address_of_a_freed_batch_is_written(engram, store, monkeypatch):
     with store.prefetch([1]) as batch:
         batch.wait()
     assert set(store._alive) == set(store._row_memory) == {0, batch._row} and not store._large
+
+
+def test_a_batch_that_the_collector_releases_during_a_sweep(engram, served):
+    """It may run between any two lines, and its batch be a large one: whoever sweeps goes on."""
+    store = served(engram)
+    words, late = store._plan.words, [SimpleNamespace(_row=5, _slots=np.zeros(KEPT_PLAN + 1), _flat=((), ()))]
+
+    class Words:
+        def __getitem__(self, index):
+            while late:
+                store._let_go(late.pop())
+            return words[index]
+
+    store._large, store._plan = {3, 4}, store._plan._replace(words=Words())
+    try:
+        store._sweep()
+    finally:
+        store._plan = store._plan._replace(words=words)
+    assert not late and not store._large and 5 in store._leaving

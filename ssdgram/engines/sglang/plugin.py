@@ -209,7 +209,7 @@ class Staged:
 
     def __del__(self) -> None:
         batch = getattr(self, "_batch", None)
-        if batch is not None:
+        if batch is not None and batch._store._usable():
             with contextlib.suppress(SSDGramError):          # a batch that never ran
                 batch.release()
 
