@@ -173,7 +173,10 @@ def _locked(name: str) -> Iterator[None]:
     CACHE_FOLDER.mkdir(parents=True, exist_ok=True)
     with open(CACHE_FOLDER / name, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)                 # closing is not enough: a child forked meanwhile has it open too
 
 
 @contextlib.contextmanager

@@ -61,6 +61,23 @@ def test_what_several_processes_save_at_once_is_all_there(program):
             assert out.split() == [wanted[name], found], errors
 
 
+def test_a_child_forked_meanwhile_does_not_keep_the_lock(program):
+    process = program("""
+import fcntl, os, time
+from ssdgram import _compiled
+with _compiled.compile_lock():
+    child = os.fork()
+    if child == 0:
+        time.sleep(600)
+with open(_compiled.CACHE_FOLDER / ".lock") as file:
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+os.kill(child, 9)
+print("free")
+""")
+    out, errors = process.communicate(timeout=120)
+    assert out.split() == ["free"], errors
+
+
 @pytest.mark.parametrize("how", ["ahead", "int"])
 def test_a_folder_that_cannot_be_written_costs_compiling_and_is_said(program, how):
     out, errors = program(CALL, how, folder="/proc/code").communicate(timeout=120)
