@@ -9,6 +9,7 @@ from served_stores import serving
 
 import ssdgram
 from ssdgram import _plan_state as p
+from ssdgram._compiled import compiled_lean
 from ssdgram.kernels.hash import OUTPUT, PARTICIPATES, STARTS
 from ssdgram.serve import desk, share
 
@@ -195,6 +196,22 @@ def test_everything_a_client_may_write_overwritten(engram, server, good):
         store._closed = True
         ssdgram.store._open_stores.discard(store)
     assert until(lambda: server.attached == 1)
+
+
+@compiled_lean
+def refused(rows, client):
+    """`desk.refuse`, which compiled code alone calls."""
+    desk.refuse(rows, client)
+
+
+@pytest.mark.parametrize(("state", "after"), [(desk.LIVE, desk.BROKEN), (desk.LEAVING_NOW, desk.LEAVING_NOW),
+                                              (desk.DRAINING, desk.DRAINING)])
+def test_a_client_that_is_on_its_way_out_goes_on(server, state, after):
+    """Its socket may end while the desk looks at its requests: the desk's word is not to undo the server's."""
+    states, control = np.zeros_like(server._desk.states), np.zeros_like(server._desk.control)
+    states[16] = state
+    refused(server._desk._replace(states=states, control=control), 1)
+    assert states[16] == after and control[desk.D_REFUSED] == 1
 
 
 def test_gpu_words_are_awaited(engram, server, good):

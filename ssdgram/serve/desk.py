@@ -18,8 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ssdgram._calls import give_way, hand_back, submit
-from ssdgram._compiled import (address_of, atomic_add, atomic_exchange, atomic_load, atomic_store, compiled_inner, compiled_lean,
-                               copy_bytes, fence, futex_wait, futex_wake, now_ns, view_i32, view_i64, view_u8)
+from ssdgram._compiled import (address_of, atomic_add, atomic_cas, atomic_exchange, atomic_load, atomic_store, compiled_inner,
+                               compiled_lean, copy_bytes, fence, futex_wait, futex_wake, now_ns, view_i32, view_i64, view_u8)
 from ssdgram._plan_state import FREE_BATCH, LAYER_FAILED, NO_ERROR, W_ERROR, W_LAYER, W_STAGE
 from ssdgram._planner import planner_loop
 from ssdgram._state import STEP
@@ -356,9 +356,9 @@ def tend_pending(desk):  # type: ignore[no-untyped-def]
 
 @compiled_inner
 def refuse(desk, c):  # type: ignore[no-untyped-def]
-    """The client asked for what cannot be: nothing more of it is taken, the server puts it out."""
+    """The client asked for what cannot be: nothing more of it is taken, the server puts it out, if it is not about to already."""
     desk.control[D_REFUSED] += 1
-    atomic_store(desk.states, 16 * c, np.int32(BROKEN))
+    atomic_cas(desk.states, 16 * c, np.int32(LIVE), np.int32(BROKEN))
 
 
 @compiled_inner
