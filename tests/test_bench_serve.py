@@ -132,4 +132,4 @@ def test_the_command_saves_facts_and_removes_what_it_made(tmp_path, monkeypatch,
     saved = json.loads((tmp_path / "results" / "serve-cold.json").read_text())
     assert {"facts", "load", "text", "seconds", "ratio", "ok"} <= set(saved)
     assert str(tmp_path) not in json.dumps(saved) and saved["text"]["prose"]["text_sha256"]
-    assert [path.name for path in (tmp_path / "made").iterdir()] == []
+    assert not (tmp_path / "made").exists()
