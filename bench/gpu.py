@@ -28,7 +28,7 @@ import torch
 from triton.runtime.errors import TritonError
 
 from ssdgram.bench import gpu_kernels
-from ssdgram.bench.facts import facts, write_results
+from ssdgram.bench.facts import facts, need_cuda, write_results
 from ssdgram.bench.gpu_timing import GIB, LAUNCHES, HostMemory, best, graph_us
 from ssdgram.bench.peers.vllm_lookup import Lookup, load
 from ssdgram.kernels.gather import SLOTS, TILE_CHOICES, Bundles, Gather, Tile, tile_for
@@ -310,8 +310,7 @@ def main(tune: bool, sections: str, table_gib: float, slab_gib: float, workers: 
     wanted = sections.split(",")
     if set(wanted) - set(work):
         raise click.BadParameter(f"sections are {', '.join(work)}; found {sections}", param_hint="--sections")
-    if not torch.cuda.is_available():
-        raise click.ClickException("no CUDA device: this bench measures one")
+    need_cuda()
     begun = time.monotonic()
     payload: dict[str, Any] = {"facts": facts() | gpu_facts(), "tuned": tune}
     print(json.dumps(payload["facts"]), flush=True)

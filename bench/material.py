@@ -8,7 +8,6 @@ The geometry is the real one (2 layers, 3 orders, 8 heads, 264-byte rows); only 
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,18 +89,6 @@ def chunks(tokens: np.ndarray, length: int) -> list[np.ndarray]:
 def random_tokens(random: np.random.Generator, vocab_size: int, count: int) -> np.ndarray:
     """int32 [count]: any ids; practically all their n-grams are new."""
     return random.integers(3, vocab_size, count).astype(np.int32)
-
-
-def missing(folder: Path) -> list[Path]:
-    """`folder` and the folders above it that are not there yet, the innermost first: for `remove_empty`, when all is done."""
-    return [place for place in (folder, *folder.parents) if not place.exists()]
-
-
-def remove_empty(folders: list[Path]) -> None:
-    """Remove those of the folders that are there and empty."""
-    for folder in folders:
-        with contextlib.suppress(OSError):                   # not made, or not empty
-            folder.rmdir()
 
 
 def discard(*materials: Material) -> None:

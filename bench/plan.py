@@ -26,8 +26,9 @@ import numpy as np
 import ssdgram
 from ssdgram._budget import parse_size
 from ssdgram.bench.facts import RESULTS, facts, write_results
-from ssdgram.bench.material import Material, discard, make, missing, random_tokens, remove_empty, text
+from ssdgram.bench.material import Material, discard, make, random_tokens, text
 from ssdgram.errors import ConfigError
+from ssdgram.layout.writing import missing, remove_empty
 from ssdgram.store import Tuning
 from ssdgram.tools.drive import Drive
 from ssdgram.tools.model import model_of

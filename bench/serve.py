@@ -19,9 +19,10 @@ import numpy as np
 
 from ssdgram.bench.cold import cold, opening, rss
 from ssdgram.bench.facts import facts, write_results
-from ssdgram.bench.material import Material, chunks, discard, make, missing, remove_empty, text
+from ssdgram.bench.material import Material, chunks, discard, make, text
 from ssdgram.bench.step import STEPS, step
 from ssdgram.bench.warm import gil, plan, priority
+from ssdgram.layout.writing import missing, remove_empty
 
 NAMES = ("plan", "step", "gil", "priority", "cold", "rss", "open")
 COLD = 2048                                                  # tokens of a cold batch

@@ -24,7 +24,8 @@ import click
 import numpy as np
 
 from ssdgram.bench.facts import facts, write_results
-from ssdgram.bench.material import Material, discard, make, missing, remove_empty
+from ssdgram.bench.material import Material, discard, make
+from ssdgram.layout.writing import missing, remove_empty
 
 STEP = 64                                                    # tokens
 COLD_STEPS, WARM_STEPS, SPACED_STEPS = 32, 200, 100

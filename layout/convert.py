@@ -29,7 +29,7 @@ from ssdgram.layout.journal import Journal
 from ssdgram.layout.manifest import JOURNAL, MANIFEST, ColumnFile, Manifest, SourceTensor, TokenMapFile, sync_folder
 from ssdgram.layout.places import Place, places
 from ssdgram.layout.source import RowSource, Shards, open_sources
-from ssdgram.layout.writing import writing
+from ssdgram.layout.writing import check_place, writing
 from ssdgram.token_map import map_digest
 
 log = logging.getLogger("ssdgram")
@@ -50,8 +50,7 @@ def convert(ckpt: str | os.PathLike[str], out: str | os.PathLike[str], stripe: S
         raise ConversionError(f"jobs = {jobs}: expected at least 1")
     out = Path(os.path.abspath(out))
     for folder in (out, *map(Path, stripe)):
-        if folder.exists() and not folder.is_dir():
-            raise ConversionError(f"{folder} is a file: expected a folder, or a name that is free; give another")
+        check_place(folder)
     checkpoint = open_checkpoint(ckpt)
     with writing(out, "finished columns stay"):
         plan = _Plan(checkpoint, out, _stripes(out, stripe))

@@ -1,4 +1,4 @@
-"""What becomes of the operating system's refusal to write: one error of this package, in words, whatever call met it.
+"""Places to write to, and what becomes of the operating system's refusal: one error of this package, in words, whatever call met it.
 
 It knows the reasons (no room, a limit of file sizes, no permission) and what to do about each; not what is written. Invariant: no
 OSError of the operating system leaves `writing` as it is, and what says more already passes unchanged.
@@ -10,8 +10,27 @@ import contextlib
 import errno
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 from ssdgram.errors import ConversionError, NoSpaceError, SSDGramError
+
+
+def check_place(folder: Path) -> None:
+    """ConversionError if something that is no folder has the name of a folder that is to be written to."""
+    if folder.exists() and not folder.is_dir():
+        raise ConversionError(f"{folder} is a file: expected a folder, or a name that is free; give another")
+
+
+def missing(folder: Path) -> list[Path]:
+    """`folder` and the folders above it that are not there yet, the innermost first: for `remove_empty`, when all is done."""
+    return [place for place in (folder, *folder.parents) if not place.exists()]
+
+
+def remove_empty(folders: list[Path]) -> None:
+    """Remove those of the folders that are there and empty."""
+    for folder in folders:
+        with contextlib.suppress(OSError):                   # not made, or not empty
+            folder.rmdir()
 
 
 @contextlib.contextmanager

@@ -690,7 +690,7 @@ class Store:
     def _count_wait(self, seconds: float, count: int = 1) -> None:
         us = seconds * 1e6
         with self._lock:
-            self._wait_counts[min(WAIT_BUCKETS - 1, int(us).bit_length()) if us else 0] += count
+            self._wait_counts[min(WAIT_BUCKETS - 1, int(us).bit_length())] += count
             self._wait_us_sum += us * count
 
     def _count_served(self, count: int) -> None:

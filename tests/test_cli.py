@@ -170,7 +170,7 @@ def test_only_expected_errors_are_one_line(capsys):
 
 
 def test_folders_that_were_there_stay(tmp_path):
-    from ssdgram.bench.material import missing, remove_empty
+    from ssdgram.layout.writing import missing, remove_empty
 
     assert missing(tmp_path) == []
     made = missing(tmp_path / "a" / "b")

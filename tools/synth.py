@@ -28,7 +28,8 @@ import numpy as np
 from ssdgram.errors import ConversionError, NoSpaceError, UnavailableError
 from ssdgram.geometry import Geometry
 from ssdgram.layout.direct import aligned_buffer
-from ssdgram.layout.writing import writing
+from ssdgram.layout.manifest import write_durably
+from ssdgram.layout.writing import check_place, missing, remove_empty, writing
 from ssdgram.tools.made_up import (
     BF16,
     CODE_SHAPES,
@@ -81,8 +82,7 @@ def synthesize(dir: str | os.PathLike[str], vocab_size: int = 250_000, layers: S
     system refuses later, what was made is removed.
     """
     folder = Path(dir)
-    if folder.exists() and not folder.is_dir():
-        raise ConversionError(f"{folder} is a file: expected a folder, or a name that is free; give another")
+    check_place(folder)
     if (folder / "config.json").exists():
         raise ConversionError(f"{folder} holds a config.json already: give a folder without a checkpoint")
     source: Path | None
@@ -249,7 +249,7 @@ def _ple_shards(geometry: Geometry, seed: int, hidden_size: int, hc_mult: int, p
 @contextlib.contextmanager
 def _whole_or_nothing(folder: Path) -> Iterator[None]:
     """Remove what appeared below `folder`, and the folders that were made for it, if what is done within fails."""
-    made = [place for place in (folder, *folder.parents) if not place.exists()]
+    made = missing(folder)
     before = set(os.listdir(folder)) if folder.exists() else set()
     try:
         yield
@@ -257,10 +257,7 @@ def _whole_or_nothing(folder: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):                   # the first error says more than what this cannot remove
             for name in set(os.listdir(folder)) - before:
                 os.unlink(folder / name)
-        with contextlib.suppress(OSError):
-            for place in made:
-                if place.exists():
-                    place.rmdir()
+        remove_empty(made)
         raise
 
 
@@ -325,9 +322,4 @@ def _write_all(descriptor: int, data: memoryview, start: int) -> None:
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     """Write a file that has its name only when it is whole."""
-    partial = path.with_name(f"{path.name}.partial")
-    with open(partial, "w") as file:
-        json.dump(value, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    write_durably(path, json.dumps(value, indent=1).encode())
