@@ -29,6 +29,7 @@ from ssdgram.errors import UnavailableError
 
 VERSIONS = {"vllm": "0.33.0", "sglang": "0.5.23"}
 SECTIONS = ("vllm", "time", "vllm_ple", "sglang", "sglang_time")
+ORDER = (*SECTIONS, "tp2")                                   # SGLang replaces a function of Triton's that vLLM's kernels call: vLLM first
 ROWS = 30_011                                                # rows a column of the made-up tables
 
 
@@ -52,6 +53,8 @@ def main(peer: Path, folder: Path | None, steps: int, rows: int, table_gib: int,
     """Run the engines' Engram modules with the plug-ins and say what differs; exit status 1 if anything does or fails."""
     from ssdgram.bench import engines_sglang, engines_sglang_time, engines_tp2, engines_vllm, engines_vllm_ple
 
+    if unknown := set(sections.split(",")) - set(ORDER):
+        raise click.BadParameter(f"{', '.join(sorted(unknown))}: expected some of {', '.join(ORDER)}", param_hint="--sections")
     peer = peer.resolve()
     found = {name for name in VERSIONS if (peer / name / name / "__init__.py").is_file()}
     if not found:
@@ -74,7 +77,7 @@ def main(peer: Path, folder: Path | None, steps: int, rows: int, table_gib: int,
                 "sglang": lambda: engines_sglang.identity(checkpoint, store, steps),
                 "sglang_time": lambda: engines_sglang_time.timing(checkpoint, store, table_gib),
                 "tp2": lambda: engines_tp2.identity(checkpoint, store, steps)}
-        for section in sections.split(","):
+        for section in sorted(sections.split(","), key=ORDER.index):
             print(f"== {section}", flush=True)
             try:
                 results[section] = runs[section]()

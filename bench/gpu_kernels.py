@@ -141,16 +141,12 @@ def project_section(tune: bool) -> dict[str, Any]:
     print(f"\nreading {N * K / 1e6:.0f} MB of weights once: {read:.1f} us ({N * K / read / 1e6:.2f} TB/s)\n"
           f"{'us (over that read)':22}" + "".join(f"{name:>22}" for name in LINES), flush=True)
     results: dict[str, Any] = {"read_us": read, "read_times": read_times, "us": {}, "cuts": {}, "tuning": {}}
-    for tokens in (16, 1, 4, 32, 64):                        # 16 first: fewer tokens take its cut
+    for tokens in (1, 4, 16, 32, 64):
         bench.prepare(tokens)
         cut = next(choice for limit, choice in projects.CUTS if tokens <= limit)
-        if tune and tokens >= 16:
-            fitting = [choice for choice in projects.CUT_CHOICES if choice.block_t == tokens]
+        if tune:
+            fitting = [choice for choice in projects.CUT_CHOICES if tokens <= choice.block_t <= max(16, tokens)]
             cut, results["tuning"][str(tokens)] = best(fitting, bench.project_time)
-            if tokens == 16:
-                tuned = cut
-        elif tune:
-            cut = tuned
         times = {"project": bench.project_time(cut), "dram + project": bench.both_time(cut, "dram"),
                  "hbm + project": bench.both_time(cut, "hbm"),
                  "fused hbm": bench.fused_time(cut) if cut.kind == "codes" and 8 % cut.blocks == 0 else None,

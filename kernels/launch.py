@@ -39,6 +39,25 @@ def raw_stream(device: int) -> int:
     return int(torch._C._cuda_getCurrentRawStream(device))
 
 
+_read_in_place: set[int] = set()                             # addresses of pinned memory that launches were given
+
+
+def address(tensor: torch.Tensor) -> int:
+    """Where the GPU finds the tensor: its own memory, or pinned memory, which it reads in place. ValueError: neither.
+
+    Triton would ask the driver about every pointer of every launch: 3 us each (docs/lab-log.md), most of what a launch took.
+    """
+    place = int(tensor.data_ptr())
+    if not tensor.is_cuda and place not in _read_in_place:
+        if place != 0 and not tensor.is_pinned():
+            raise ValueError(f"a {tensor.dtype} {tuple(tensor.shape)} tensor lies in memory that the GPU cannot read: expected one of "
+                             f"the GPU's, or in pinned memory")
+        if len(_read_in_place) >= 4096:
+            _read_in_place.clear()
+        _read_in_place.add(place)
+    return place
+
+
 class Launch:
     """One variant of a kernel. `arguments`: one sample per argument, in order: a dtype for a pointer, a number for a number.
 
@@ -79,7 +98,8 @@ class Launch:
         if compiled is None:
             compiled = self.load(device)
         x, y, z = size + (1,) * (3 - len(size))
-        compiled.run(x, y, z, raw_stream(device), compiled.function, compiled.packed_metadata, None, None, None, *arguments, *self._tail)
+        words = [address(word) if isinstance(word, torch.Tensor) else word for word in arguments]
+        compiled.run(x, y, z, raw_stream(device), compiled.function, compiled.packed_metadata, None, None, None, *words, *self._tail)
 
     def compile(self, capability: int) -> Any:
         """Compile for a compute capability (90: H100, H200) without a GPU: what Triton made, with `asm`; not for launching."""

@@ -5,16 +5,19 @@
 For few tokens this is one pass over the weights (157 MB), so everything else must hide behind that read:
 
     codes_kernel   x as stored codes and scales (which is lossless: spec A8), read from a gather's "mxfp8" output or from the
-                   bundles themselves. e4m3 is exact in float16, so a block of 32 is one float16 product, and the two block
-                   scales meet in its float32 result. Each warp does its own blocks of k: tiles are [blocks, n, 32].
-    rows_kernel    x as bfloat16 rows; the weights are scaled into bfloat16 (exactly) on their way to the tensor cores.
-                   Work per weight does not grow with the tokens: better from about 32 up.
+                   bundles themselves. Weights and activations go to the FP8 tensor cores as they lie in memory; the two block
+                   scales meet in the products. A step's product has a column for each of its blocks of each token, so that one
+                   product per step keeps the blocks' sums apart. Hopper's FP8 units add the 32 products of a block with
+                   some 14 bits, as in every FP8 product there (seen: within 2^-12 of the sum of the terms' sizes, beyond
+                   bfloat16's own rounding); all else is float32. Work per weight grows with the tokens: best up to 16.
+    rows_kernel    x as bfloat16 rows; the weights are scaled into bfloat16 (exactly) on their way to the tensor cores, the
+                   sums are float32. Work per weight does not grow with the tokens.
 
 On Hopper and newer both are launched as dependents of the kernel before them: they begin while it still runs, ask for their first
 weights (which nobody writes) into the L2 cache, and wait for its end before they touch anything else. So a gather that says early
 that dependents may begin (`Gather(..., overlap=True)`) costs little more than its launch.
 
-Sums are float32. It knows nothing of caches, and of bundles only their layout. Invariant: every weight byte is read once per
+It knows nothing of caches, and of bundles only their layout. Invariant: every weight byte is read once per
 BLOCK_T tokens.
 """
 
@@ -27,7 +30,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from ssdgram.kernels.gather import Bundles, scale_value
+from ssdgram.kernels.gather import Bundles
 from ssdgram.kernels.launch import Launch, aligned, dependents, next_power_of_two
 
 BLOCK = 32                                                   # values per scale, of weights and of activations
@@ -89,8 +92,14 @@ def finish(r, out, partial, locks, n, t, tile, tokens, N: tl.constexpr, STEPS: t
 
 @triton.jit
 def factor(bits):  # type: ignore[no-untyped-def]
-    """float32 of a factor's bf16 bits (int16)."""
+    """float32 of a factor's bf16 bits (int16, or the low half of an int32)."""
     return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scale_factor(byte):  # type: ignore[no-untyped-def]
+    """float32 of a ue8m0 byte (int32, 0 .. 255) as `scale_value` has it, in four instructions: 0 is 2^-127, 255 is NaN."""
+    return (tl.maximum(byte << 23, 0x00400000) | (((byte + 1) & 256) << 14)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -110,6 +119,33 @@ def row_place(column, base0, base1, base2, base3, HEADS: tl.constexpr, ORDERS: t
     return tl.multiple_of(base.to(tl.pointer_type(tl.uint8)), 64), head, heads
 
 
+@triton.jit
+def bundle_bases(addresses, t, ORDERS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where the bundles of tokens t lie, by order (beyond ORDERS: one of those)."""
+    at = addresses + t * ORDERS
+    return tl.load(at), tl.load(at + 1 % ORDERS), tl.load(at + 2 % ORDERS), tl.load(at + 3 % ORDERS)
+
+
+@triton.jit
+def code_scales_of(source, t, base0, base1, base2, base3, first, K: tl.constexpr, BLOCKS: tl.constexpr, WORDS: tl.constexpr,  # type: ignore[no-untyped-def]
+                   SOURCE: tl.constexpr, HEADS: tl.constexpr, ORDERS: tl.constexpr, DIM: tl.constexpr):
+    """Scale bytes of blocks first .. first + BLOCKS - 1 of tokens t: one int32 word [t] if WORDS, else int32 bytes [blocks, t]."""
+    block = tl.arange(0, BLOCKS)
+    if SOURCE == 0:
+        at = source + t * (K // 32) + first
+        there = t >= 0
+        inside = first + block < K // 32
+    else:
+        bundle, head, heads = row_place(first * 32 // DIM, base0, base1, base2, base3, HEADS, ORDERS)
+        at = bundle + (heads * DIM + head * (DIM // 32) + first % (DIM // 32))
+        there = bundle.to(tl.int64) != 0
+        inside = block >= 0
+    if WORDS:
+        return tl.load(tl.multiple_of(at, 4).to(tl.pointer_type(tl.int32)), mask=there, other=0)
+    else:
+        return tl.load(at[None, :] + block[:, None], mask=there[None, :] & inside[:, None], other=0).to(tl.int32)
+
+
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["addresses"])
 def codes_kernel(weight, factors, codes, code_scales, addresses, out, partial, locks, tokens: tl.int32,  # type: ignore[no-untyped-def]
                  N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_T: tl.constexpr,
@@ -119,70 +155,77 @@ def codes_kernel(weight, factors, codes, code_scales, addresses, out, partial, l
     KB: tl.constexpr = K // 32
     STEPS: tl.constexpr = (KB + BLOCKS - 1) // BLOCKS
     TOTAL: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N * STEPS
+    BLOCK_K: tl.constexpr = BLOCKS * 32
+    WORDS: tl.constexpr = BLOCKS == 4 and KB % 4 == 0        # four scales of a token, or of a group of the weight, are one word
     if AHEAD > 0:
         begin_early(weight, N, K, BLOCK_N, BLOCKS, AHEAD)
-    t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     block = tl.arange(0, BLOCKS)
-    lane = tl.arange(0, 32)
-    live = t < tokens
-    if SOURCE == 0:
-        x_at = codes + block[:, None, None] * 32 + (t * K)[None, :, None] + lane[None, None, :]
-        xs_at = code_scales + block[:, None] + (t * KB)[None, :]
-    else:
-        # one row (a head of a bundle) is DIM / 32 blocks: a step lies in one row; addresses of all orders stay at hand
-        base0 = tl.load(addresses + t * ORDERS, mask=live, other=0)
-        base1 = tl.load(addresses + t * ORDERS + 1 % ORDERS, mask=live, other=0)
-        base2 = tl.load(addresses + t * ORDERS + 2 % ORDERS, mask=live, other=0)
-        base3 = tl.load(addresses + t * ORDERS + 3 % ORDERS, mask=live, other=0)
+    inner = tl.arange(0, BLOCK_K)
+    t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    # a column of the product is one block of one token: the token's codes of that block, 0 in the step's others
+    column = tl.arange(0, BLOCKS * BLOCK_T)
+    own = (column // BLOCK_T)[:, None] == (inner // 32)[None, :]
+    token = tl.minimum(t, tokens - 1)                        # beyond the tokens: the last one again, for nobody
+    column_token = tl.minimum(tl.program_id(1) * BLOCK_T + column % BLOCK_T, tokens - 1)
+    x_at = codes + (column_token * K)[:, None] + inner[None, :]
+    scales0, scales1, scales2, scales3 = token, token, token, token
+    codes0, codes1, codes2, codes3 = column_token, column_token, column_token, column_token
+    if SOURCE == 1:                                          # a step lies in one row; addresses of all orders stay at hand
+        scales0, scales1, scales2, scales3 = bundle_bases(addresses, token, ORDERS)
+        codes0, codes1, codes2, codes3 = bundle_bases(addresses, column_token, ORDERS)
     first_tile = tl.program_id(0) * TOTAL // tl.num_programs(0) // STEPS
     last_tile = ((tl.program_id(0) + 1) * TOTAL // tl.num_programs(0) - 1) // STEPS
     for tile in range(first_tile, last_tile + 1):
         first, last = share(tile, STEPS, TOTAL)
         n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        group = tile * (BLOCK_N // 32) + tl.arange(0, BLOCK_N // 32)         # rows of the factors
-        w_at = weight + block[:, None, None] * 32 + n[None, :, None] * K + lane[None, None, :]
-        s_at = factors + tl.minimum(group, (N + 31) // 32 - 1)[None, :] * KB
-        s = factor(tl.load(s_at + tl.minimum(first * BLOCKS + block, KB - 1)[:, None]))
-        s_next = tl.load(s_at + tl.minimum(first * BLOCKS + BLOCKS + block, KB - 1)[:, None])
-        if SOURCE == 0:
-            xs_next = tl.load(xs_at + first * BLOCKS, mask=live[None, :] & (first * BLOCKS + block < KB)[:, None], other=0)
-        else:
-            bundle, head, heads = row_place(first * BLOCKS * 32 // DIM, base0, base1, base2, base3, HEADS, ORDERS)
-            inner = first * BLOCKS % (DIM // 32) + block
-            xs_next = tl.load((bundle + heads * DIM + head * (DIM // 32))[None, :] + inner[:, None],
-                              mask=(bundle.to(tl.int64) != 0)[None, :], other=0)
-        acc = tl.zeros([BLOCKS, BLOCK_N, BLOCK_T], tl.float32)
+        group = tl.minimum(tile * (BLOCK_N // 32) + tl.arange(0, BLOCK_N // 32), (N + 31) // 32 - 1)     # rows of the factors
+        w_at = weight.to(tl.pointer_type(tl.float8e4nv)) + tl.minimum(n, N - 1)[:, None] * K + inner[None, :]
+        xs_next = code_scales_of(code_scales, token, scales0, scales1, scales2, scales3, first * BLOCKS, K, BLOCKS, WORDS, SOURCE,
+                                 HEADS, ORDERS, DIM)
+        s_next = weight_scales_of(factors, group, first * BLOCKS, KB, BLOCKS, WORDS)
+        acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
         for step in range(first, last):
             k = step * BLOCKS
-            ahead = (k + BLOCKS + block < last * BLOCKS)[:, None] & (k + BLOCKS + block < KB)[:, None]
+            if WORDS:
+                xs = scale_factor((xs_next[None, :] >> (block * 8)[:, None]) & 255)
+                s = factor((s_next[:, None] >> (block * 16)[None, :].to(tl.int64)).to(tl.int32))
+            else:
+                xs = scale_factor(xs_next)
+                s = factor(s_next)
+            ahead = tl.minimum(step + 1, STEPS - 1) * BLOCKS                     # those of the next step are on their way
+            xs_next = code_scales_of(code_scales, token, scales0, scales1, scales2, scales3, ahead, K, BLOCKS, WORDS, SOURCE,
+                                     HEADS, ORDERS, DIM)
+            s_next = weight_scales_of(factors, group, ahead, KB, BLOCKS, WORDS)
             if EVEN:
                 w = tl.load(w_at + k * 32)
             else:
-                w = tl.load(w_at + k * 32, mask=(n < N)[None, :, None] & (k + block < KB)[:, None, None], other=0)
+                w = tl.load(w_at + k * 32, mask=(k * 32 + inner < K)[None, :], other=0.0)
             if SOURCE == 0:
                 if EVEN:
-                    x = tl.load(x_at + k * 32, mask=live[None, :, None], other=0)
+                    x = tl.load((x_at + k * 32).to(tl.pointer_type(tl.float8e4nv)), mask=own, other=0.0)
                 else:
-                    x = tl.load(x_at + k * 32, mask=live[None, :, None] & (k + block < KB)[:, None, None], other=0)
-                xs = scale_value(xs_next)
-                xs_next = tl.load(xs_at + (k + BLOCKS), mask=live[None, :] & ahead, other=0)
+                    x = tl.load((x_at + k * 32).to(tl.pointer_type(tl.float8e4nv)), mask=own & (k * 32 + inner < K)[None, :],
+                                other=0.0)
             else:
-                bundle, head, heads = row_place(k * 32 // DIM, base0, base1, base2, base3, HEADS, ORDERS)
-                inner = k % (DIM // 32) + block
-                x = tl.load((bundle + head * DIM)[None, :, None] + (inner * 32)[:, None, None] + lane[None, None, :],
-                            mask=(bundle.to(tl.int64) != 0)[None, :, None], other=0)
-                xs = scale_value(xs_next)
-                bundle, head, heads = row_place((k + BLOCKS) * 32 // DIM, base0, base1, base2, base3, HEADS, ORDERS)
-                inner = (k + BLOCKS) % (DIM // 32) + block
-                xs_next = tl.load((bundle + heads * DIM + head * (DIM // 32))[None, :] + inner[:, None],
-                                  mask=(bundle.to(tl.int64) != 0)[None, :] & ahead, other=0)
-            scale = tl.reshape(tl.broadcast_to(s[:, :, None], [BLOCKS, BLOCK_N // 32, 32]), [BLOCKS, BLOCK_N])
-            product = tl.dot(w.to(tl.float8e4nv, bitcast=True).to(tl.float16),
-                             tl.permute(x, (0, 2, 1)).to(tl.float8e4nv, bitcast=True).to(tl.float16))
-            acc += product * (scale[:, :, None] * xs[:, None, :])
-            s = factor(s_next)                               # of the next step; those of the one after it are on their way
-            s_next = tl.load(s_at + tl.minimum(k + 2 * BLOCKS + block, KB - 1)[:, None])
-        finish(tl.sum(acc, 0), out, partial, locks, n, t, tile, tokens, N, STEPS, TOTAL, SHARED)
+                bundle, head, _ = row_place(k * 32 // DIM, codes0, codes1, codes2, codes3, HEADS, ORDERS)
+                x_row = tl.multiple_of(bundle + (head * DIM + k * 32 % DIM), 32)
+                x = tl.load((x_row[:, None] + inner[None, :]).to(tl.pointer_type(tl.float8e4nv)),
+                            mask=own & (bundle.to(tl.int64) != 0)[:, None], other=0.0)
+            products = tl.reshape(tl.dot(w, tl.trans(x)), [BLOCK_N, BLOCKS, BLOCK_T])
+            scale = tl.reshape(tl.broadcast_to(s[:, None, :], [BLOCK_N // 32, 32, BLOCKS]), [BLOCK_N, BLOCKS])
+            acc += tl.sum(products * (scale[:, :, None] * xs[None, :, :]), 1)
+        finish(acc, out, partial, locks, n, t, tile, tokens, N, STEPS, TOTAL, SHARED)
+
+
+@triton.jit
+def weight_scales_of(factors, group, first, KB: tl.constexpr, BLOCKS: tl.constexpr, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """bf16 bits of the scales of blocks first .. first + BLOCKS - 1: one int64 word [group] if WORDS, else int16 [group, blocks]."""
+    at = factors + group * KB + first
+    block = tl.arange(0, BLOCKS)
+    if WORDS:
+        return tl.load(tl.multiple_of(at, 4).to(tl.pointer_type(tl.int64)))
+    else:
+        return tl.load(at[:, None] + block[None, :], mask=(first + block < KB)[None, :], other=0)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -254,11 +297,13 @@ class Cut:
 
 # Measured choices (docs/lab-log.md): the first entry whose token count is not below T. bench/gpu.py --tune tries CUT_CHOICES.
 CUTS: tuple[tuple[int, Cut], ...] = (
+    (4, Cut("codes", 128, 4, 4, 4, 3, 1, 396)),
+    (8, Cut("codes", 128, 4, 8, 4, 3, 1, 396, 168)),
+    (16, Cut("codes", 128, 4, 16, 4, 3, 1, 264)),
     (16, Cut("rows", 128, 4, 16, 4, 3, 1, 396, 168)),
-    (16, Cut("codes", 128, 4, 16, 4, 3)),
     (32, Cut("rows", 64, 4, 32, 4, 3, 1, 528, 128)),
-    (32, Cut("codes", 64, 4, 32, 4, 4)),
     (1 << 31, Cut("rows", 128, 4, 64, 4, 3, 1, 264)),
+    (1 << 31, Cut("codes", 64, 4, 32, 4, 3, 1, 396, 168)),
 )
 CUT_CHOICES: tuple[Cut, ...] = (
     Cut("rows", 64, 4, 16, 4, 4), Cut("rows", 64, 4, 16, 4, 4, 1, 528, 128), Cut("rows", 64, 4, 16, 4, 3, 1, 528, 128),
@@ -269,10 +314,10 @@ CUT_CHOICES: tuple[Cut, ...] = (
     Cut("rows", 128, 4, 16, 4, 3, 1, 396, 168), Cut("rows", 128, 2, 16, 4, 5, 1, 396, 168),
     Cut("rows", 128, 2, 16, 4, 4, 1, 528, 128), Cut("rows", 128, 4, 16, 8, 4, 1, 264, 128),
     Cut("rows", 128, 4, 16, 8, 3, 1, 396, 80), Cut("rows", 128, 2, 16, 8, 5, 1, 396, 80),
-    Cut("codes", 128, 4, 16, 4, 3), Cut("codes", 128, 4, 16, 4, 3, 1, 264), Cut("codes", 128, 4, 16, 4, 4, 1, 264),
-    Cut("codes", 128, 4, 16, 4, 3, 1, 396, 168), Cut("codes", 64, 4, 16, 4, 4, 1, 528, 128),
-    Cut("codes", 64, 8, 16, 4, 3, 1, 396, 168), Cut("codes", 64, 8, 16, 8, 3, 1, 264, 128),
-    Cut("codes", 64, 4, 32, 4, 4), Cut("codes", 64, 4, 32, 4, 4, 1, 264),
+    Cut("codes", 128, 4, 4, 4, 3, 1, 396), Cut("codes", 128, 4, 4, 4, 3, 1, 528), Cut("codes", 128, 4, 4, 4, 4, 1, 396),
+    Cut("codes", 128, 4, 8, 4, 3, 1, 396, 168), Cut("codes", 128, 4, 8, 4, 2, 1, 528, 128),
+    Cut("codes", 128, 4, 16, 4, 3, 1, 264), Cut("codes", 128, 4, 16, 4, 4, 1, 264), Cut("codes", 128, 4, 16, 4, 3, 1, 396, 168),
+    Cut("codes", 64, 4, 16, 4, 3, 1, 528, 128), Cut("codes", 64, 4, 32, 4, 3, 1, 396, 168),
     Cut("rows", 128, 4, 32, 8, 3), Cut("rows", 128, 4, 32, 8, 3, 1, 264, 128), Cut("rows", 128, 4, 32, 8, 4, 1, 264, 128),
     Cut("rows", 128, 2, 32, 8, 5, 1, 264, 128), Cut("rows", 128, 4, 32, 4, 3, 1, 264), Cut("rows", 128, 2, 32, 4, 4, 1, 396, 168),
     Cut("rows", 64, 4, 32, 4, 3, 1, 528, 128), Cut("rows", 64, 4, 32, 4, 4, 1, 396, 168), Cut("rows", 256, 4, 32, 8, 3, 1, 132),

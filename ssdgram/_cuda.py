@@ -352,7 +352,7 @@ def bus_id(device: torch.device) -> str:
     """The PCI address of a GPU, such as "0000:3b:00.0"; "" if CUDA does not tell."""
     name = ctypes.create_string_buffer(64)
     with contextlib.suppress(UnavailableError, OSError, AttributeError):     # not to know it costs a little speed, nothing else
-        if ctypes.CDLL(_loaded("libcudart")).cudaDeviceGetPCIBusId(name, len(name), device.index) == 0:
+        if ctypes.CDLL(loaded_library("libcudart")).cudaDeviceGetPCIBusId(name, len(name), device.index) == 0:
             return name.value.decode()
     return ""
 
@@ -364,7 +364,7 @@ def wait_for_stream(handle: int) -> None:
 
 def device_address(address: int) -> int:
     """The address by which the current GPU reads registered host memory; the same on all systems with unified addressing."""
-    runtime = ctypes.CDLL(_loaded("libcudart"))
+    runtime = ctypes.CDLL(loaded_library("libcudart"))
     pointer = ctypes.c_void_p()
     error = runtime.cudaHostGetDevicePointer(ctypes.byref(pointer), ctypes.c_void_p(address), 0)
     if error != 0 or pointer.value is None:
@@ -372,7 +372,7 @@ def device_address(address: int) -> int:
     return pointer.value
 
 
-def _loaded(name: str) -> str:
+def loaded_library(name: str) -> str:
     """Path of the shared object `name` that torch has loaded into this process."""
     with open("/proc/self/maps") as maps:
         for line in maps:

@@ -6,19 +6,44 @@ captured here allocates nothing and waits for nothing, so a graph can be launche
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import ctypes
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from ssdgram._cuda import loaded_library
+from ssdgram.kernels.launch import raw_stream
 
 if TYPE_CHECKING:
     from ssdgram.frame import Frame
     from ssdgram.store import Store
 
 
-def capture(store: Store, targets: Mapping[int, torch.Tensor], sizes: list[int]) -> list[tuple[int, Frame, torch.cuda.CUDAGraph]]:
+class Graph:
+    """A captured graph that is launched by one call of CUDA's: torch's `replay` looks after random numbers too, which costs more."""
+
+    def __init__(self, graph: Any, device: int) -> None:
+        self._graph, self._device = graph, device            # torch's graph owns what is launched
+        self._launch: Callable[[int, int], int] | None = None
+        if hasattr(graph, "raw_cuda_graph_exec"):            # torch 2.9 and newer
+            self._handle = int(graph.raw_cuda_graph_exec())
+            self._launch = ctypes.CDLL(loaded_library("libcudart")).cudaGraphLaunch
+            self._launch.argtypes, self._launch.restype = (ctypes.c_void_p, ctypes.c_void_p), ctypes.c_int     # type: ignore[attr-defined]
+
+    def replay(self) -> None:
+        """Launch it on the current stream of its device."""
+        if self._launch is None or torch.cuda.current_device() != self._device:
+            self._graph.replay()
+            return
+        error = self._launch(self._handle, raw_stream(self._device))
+        if error != 0:
+            raise RuntimeError(f"cudaGraphLaunch failed with error {error}: see the CUDA runtime's list of cudaError_t")
+
+
+def capture(store: Store, targets: Mapping[int, torch.Tensor], sizes: list[int]) -> list[tuple[int, Frame, Graph]]:
     """(positions, frame, graph) of each size: the graph writes rows 0 .. positions - 1 of every layer's tensor."""
-    made: list[tuple[int, Frame, Any]] = []
+    made: list[tuple[int, Frame, Graph]] = []
     with torch.cuda.device(store._cuda.device):              # type: ignore[union-attr]
         first, side = torch.cuda.Stream(), torch.cuda.Stream()               # torch's own default may be another device's
         for size in sizes:
@@ -30,5 +55,5 @@ def capture(store: Store, targets: Mapping[int, torch.Tensor], sizes: list[int])
                     with torch.cuda.stream(side if number % 2 else main):
                         frame.rows(layer, out=target[:size])
                 main.wait_stream(side)
-            made.append((size, frame, graph))
+            made.append((size, frame, Graph(graph, store._cuda.device.index)))      # type: ignore[union-attr]
     return made

@@ -47,9 +47,10 @@ def test_projection_uses_the_tensor_cores_and_pipelines_its_loads(cut):
     projection = Projection(torch.empty(25600, 6144, dtype=torch.uint8), torch.empty(800, 192, dtype=torch.uint8))
     ptx = compiled(projection.launch(cut))
     assert "cp.async.cg.shared.global" in ptx
-    assert ("mma.sync" if cut.kind == "codes" else "wgmma.mma_async") in ptx
-    if cut.kind == "codes":
-        compiled(projection.launch(cut, WHOLE))
+    assert re.search(r"wgmma\.mma_async\S*\.f32\.e4m3\.e4m3" if cut.kind == "codes" else r"wgmma\.mma_async\S*\.f32\.bf16\.bf16", ptx)
+    if cut.kind == "codes":                                  # from shared memory as they came, also those out of bundles
+        fused = compiled(projection.launch(cut, WHOLE))
+        assert len(re.findall(r"cp\.async\.cg\.shared", fused)) == len(re.findall(r"cp\.async\.cg\.shared", ptx))
     projection = Projection(projection.weight, projection.scales)
     projection._early = True                                 # as on a GPU
     ptx = compiled(projection.launch(cut))

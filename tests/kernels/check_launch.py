@@ -5,7 +5,7 @@ import torch
 from where import DEVICE, INTERPRETED, pinned, slab
 
 from ssdgram.kernels.gather import Bundles, Gather, gather_kernel, mark_launch
-from ssdgram.kernels.launch import Launch, aligned, next_power_of_two, preload
+from ssdgram.kernels.launch import Launch, address, aligned, next_power_of_two, preload
 
 
 def test_next_power_of_two():
@@ -18,6 +18,15 @@ def test_aligned():
     assert aligned(base[start:])
     assert not aligned(base[start + 1:])
     assert aligned(base[:0])
+
+
+def test_memory_that_the_gpu_cannot_read_is_refused():
+    with pytest.raises(ValueError, match="cannot read"):
+        address(torch.zeros(3))
+    assert address(torch.zeros(0)) == 0
+    if not INTERPRETED:
+        for tensor in (torch.zeros(3, device=DEVICE), pinned(torch.zeros(3))[1:]):
+            assert address(tensor) == tensor.data_ptr()
 
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing is compiled under the interpreter")

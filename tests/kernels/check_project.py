@@ -13,7 +13,8 @@ from ssdgram.kernels.project import CUT_CHOICES, Cut, Projection
 GOLDEN = golden("wkv_mxfp8_small.npz")
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double().nan_to_num(nan=0.0).numpy()
 CODES = (Cut("codes", 64, 4, 16, 4, 3), Cut("codes", 32, 2, 16, 4, 3), Cut("codes", 64, 2, 32, 4, 3, 3),
-         Cut("codes", 64, 2, 16, 4, 3, 1, 7), Cut("codes", 128, 4, 16, 4, 2, 2))
+         Cut("codes", 64, 2, 16, 4, 3, 1, 7), Cut("codes", 128, 4, 16, 4, 2, 2), Cut("codes", 64, 4, 4, 4, 3, 1, 5),
+         Cut("codes", 64, 4, 8, 4, 3))
 ROWS = (Cut("rows", 64, 2, 16, 4, 3), Cut("rows", 128, 4, 16, 8, 3), Cut("rows", 64, 2, 64, 4, 3, 2),
         Cut("rows", 64, 2, 64, 4, 3, 1, 7), Cut("rows", 64, 4, 16, 4, 3, 1, 3))
 
@@ -24,10 +25,15 @@ def values(codes, scales, rows_too=False):
     return E4M3[codes] * np.exp2(scales.astype(float) - 127)
 
 
-def close(found, exact, terms):
-    """Within float32 summation error of the terms' size, and (a rounded result) one bf16 ulp."""
+def summed(kind):
+    """How far the sums may be off, of the terms' size: Hopper's FP8 units add the 32 products of a block with some 14 bits."""
+    return 2.0**-12 if kind == "codes" and not INTERPRETED else 1e-5
+
+
+def close(found, exact, terms, kind):
+    """Within the summation's error, and (a rounded result) one bf16 ulp."""
     found = found.double().cpu().numpy()
-    bound = 1e-5 * terms
+    bound = summed(kind) * terms
     if not INTERPRETED:
         bound = bound + np.abs(exact) * 2.0**-8
     assert (np.abs(found - exact) <= bound).all()
@@ -41,7 +47,7 @@ def test_golden_codes(cut, kind):
     out = torch.full((len(codes), 320), 7.0, dtype=BF16, device=DEVICE)
     projection.codes(put(codes), put(scales), out, cut=cut)
     terms = np.abs(values(codes, scales)) @ np.abs(values(GOLDEN["wkv_weight_e4m3"], GOLDEN["wkv_scale_e8m0"], True)).T
-    close(out, GOLDEN[f"{kind}/kv_f64"], terms)
+    close(out, GOLDEN[f"{kind}/kv_f64"], terms, "codes")
 
 
 @pytest.mark.parametrize("cut", ROWS)
@@ -51,7 +57,7 @@ def test_golden_rows(cut):
     out = torch.full((len(rows), 320), 7.0, dtype=BF16, device=DEVICE)
     projection.rows(rows, out, cut=cut)
     weight = np.abs(values(GOLDEN["wkv_weight_e4m3"], GOLDEN["wkv_scale_e8m0"], True))
-    close(out, GOLDEN["table/kv_f64"], np.abs(rows.double().cpu().numpy()) @ weight.T)
+    close(out, GOLDEN["table/kv_f64"], np.abs(rows.double().cpu().numpy()) @ weight.T, "rows")
 
 
 def operands(tokens, n, k, seed=0):
@@ -81,7 +87,7 @@ def test_any_size_against_float64(cut, tokens, n, k):
         projection.rows(rows, out, cut=cut)
         x = rows.double().cpu().numpy()
     w = values(weight, weight_scales, True)
-    close(out, x @ w.T, np.abs(x) @ np.abs(w).T)
+    close(out, x @ w.T, np.abs(x) @ np.abs(w).T, cut.kind)
 
 
 @pytest.mark.parametrize("heads,cut", (((2, 2), CODES[0]), ((1, 1, 2), CODES[1]), ((4,), CODES[2])))
@@ -114,7 +120,7 @@ def test_extreme_scales_and_nan():
     assert out[1].isnan().all()
     assert out[[0, 3]].isfinite().all()
     x, w = values(codes, scales), values(weight, weight_scales, True)
-    close(out[[0, 3]], (x @ w.T)[[0, 3]], (np.abs(x) @ np.abs(w).T)[[0, 3]])
+    close(out[[0, 3]], (x @ w.T)[[0, 3]], (np.abs(x) @ np.abs(w).T)[[0, 3]], "codes")
 
 
 def test_what_does_not_fit_is_refused():
@@ -150,7 +156,7 @@ def test_the_real_size_with_every_cut(tokens):
     rows = x.to(torch.bfloat16)
     assert torch.equal(rows.double(), x)
     for cut in CUT_CHOICES:
-        if cut.block_t < min(tokens, 64):
+        if cut.kind == "rows" and cut.block_t < min(tokens, 64):
             continue
         for repeat in range(2):
             out = torch.full((tokens, 25600), 7.0, dtype=torch.bfloat16, device=DEVICE)
@@ -158,5 +164,5 @@ def test_the_real_size_with_every_cut(tokens):
                 projection.codes(put(codes), put(scales), out, cut=cut)
             else:
                 projection.rows(rows, out, cut=cut)
-            wrong = (out.double() - exact).abs() > 1e-5 * terms + exact.abs() * 2.0**-8
+            wrong = (out.double() - exact).abs() > summed(cut.kind) * terms + exact.abs() * 2.0**-8
             assert not wrong.any(), (cut, repeat, int(wrong.sum()))
