@@ -19,6 +19,7 @@ from ssdgram.bench.warmness.placements import Ssdgram
 from ssdgram.bench.warmness.run import Options, run
 from ssdgram.cli import main
 from ssdgram.errors import ConfigError
+from ssdgram.kernels.hash import OUTPUT
 from ssdgram.layout.files import load_token_map
 from ssdgram.layout.manifest import Manifest
 from ssdgram.tools.text import Document
@@ -419,12 +420,47 @@ def test_bars_compare_what_they_say():
     made = {"cells": [cell("ssdgram", "cold", 500.0), cell("ssd-mmap", "cold", 100.0), cell("ssdgram", "warm", 999.0),
                       cell("ssd-mmap", "warm", 100.0), cell("ssdgram-hbm", "warm", 1000.0)],
             "step": {"rows": [loop("ssdgram", True, 98.9), loop("hbm", True, 100.0), loop("dram-uva", True, 98.9),
-                              loop("dram-uva", False, 98.0), loop("ssdgram-hbm", True, 90.0), loop("ssdgram-hbm-frame", True, 99.0)]},
+                              loop("dram-uva", False, 98.0), loop("dram-uva-frame", True, 98.95), loop("ssdgram-hbm", True, 90.0),
+                              loop("ssdgram-hbm-frame", True, 99.0), loop("hbm-frame", True, 100.1)]},
             "budget": {"share": 0.125}}
-    assert [bar["ok"] for bar in bars.bars(made)] == [True, False, True, False, None, False, True, True, None, True, True, *[None] * 9]
-    assert bars.bars(made)[7]["what"].startswith("warm ssdgram-hbm-frame over hbm")
+    of_hbm, of_uva = [False, None, False], [False, True, False]              # begun ahead, in line, captured
+    of_both = [*of_hbm, *of_uva, True, None, False, True, True, True]
+    assert [bar["ok"] for bar in bars.bars(made)] == [True, False, True, *of_both, *[None] * 13]
+    assert bars.bars(made)[9]["what"].startswith("warm ssdgram-hbm-frame over hbm (begun")
+    assert bars.bars(made)[14]["what"].startswith("warm ssdgram-hbm-frame over dram-uva (captured)")
     made["budget"]["share"] = 0.2
-    assert [bar["ok"] for bar in bars.bars(made)][3:] == [None] * 17
+    assert [bar["ok"] for bar in bars.bars(made)][3:] == [None] * 25
+
+
+class Rows(SimpleNamespace):
+    """A lookup over a whole table that notes what it is launched for."""
+
+    def look_up(self, flat, length, count, layer):
+        self.seen.append((layer, count, [part.tolist() for part in self.parts(flat, length)]))
+
+
+def test_a_captured_lookup_is_of_the_step_that_it_is_run_for(cut):
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    from ssdgram.bench.warmness import device
+
+    steps = [cut.step([(3, 4), (9, 10)]), cut.step([(5, 6), (0, 1)])]        # the last looks back at less
+    whole = Rows(name="hbm", geometry=cut.geometry, landing=None, seen=[], parts=device.parts, _device=torch.device("cpu"))
+    frame = device.FramedRows(whole)
+    assert frame.name == "hbm-frame"
+    frame._make_room(steps)
+    frame._warm_up()
+    assert [layer for layer, _, _ in whole.seen] == list(range(len(cut.geometry.layers)))
+    frame._graph = SimpleNamespace(replay=frame._warm_up)
+    compute = SimpleNamespace(begin=lambda: None, run=lambda layers: None, finish=lambda: 1.5)
+    for step in (steps[1], steps[0], steps[1]):
+        whole.seen.clear()
+        assert frame.whole_step(step, compute, 1) == 1.5
+        tokens, flags = step.sequence.flat_tokens, step.sequence.flat_flags
+        for _, count, (found, ranks, kinds) in whole.seen:
+            assert count == 2 and found[:len(tokens)] == tokens.tolist() and kinds[:len(flags)] == flags.tolist()
+            assert len(found) == len(ranks) == len(kinds) == max(len(step.sequence.flat_tokens) for step in steps)
+            assert not any(kinds[len(flags):]) and ranks == np.cumsum((np.array(kinds) & OUTPUT) != 0).tolist() and ranks[-1] == 2
 
 
 def test_two_runs_beside_each_other(result, tmp_path):

@@ -173,9 +173,13 @@ class GpuRowIds:
         return self._rows[:count]
 
 
-def packed(step: Step) -> torch.Tensor:
-    """A step's flat tokens (int32), the running count of those that have rows (int32) and their flags (uint8) in one buffer."""
-    tokens, flags = step.sequence.flat_tokens, step.sequence.flat_flags
+def packed(step: Step, length: int = 0) -> torch.Tensor:
+    """A step's flat tokens (int32), the running count of those that have rows (int32) and their flags (uint8) in one buffer.
+
+    `length`: at least so many of each; what is filled up takes no part.
+    """
+    more = max(0, length - len(step.sequence.flat_tokens))
+    tokens, flags = np.pad(step.sequence.flat_tokens, (0, more)), np.pad(step.sequence.flat_flags, (0, more))
     ranks = np.cumsum((flags & OUTPUT) != 0, dtype=np.int32)
     return torch.from_numpy(np.concatenate([tokens.view(np.uint8), ranks.view(np.uint8), flags]))
 
@@ -224,12 +228,16 @@ class RowLookup(Placement):
     def gather(self, step: Step, layer: int, background: bool = False) -> None:
         if id(step) not in self._tokens:
             self.prepare([step])
+        self.look_up(self._tokens[id(step)][2], len(step.sequence.flat_tokens), len(step), layer, background)
+
+    def look_up(self, flat: torch.Tensor, length: int, count: int, layer: int, background: bool = False) -> None:
+        """Launch the lookup of `packed` tokens on the device, `count` of which have rows; layer 0 comes first, and hashes for all."""
         if layer == 0:
-            self._hashed = self._hash(self._tokens[id(step)][2], len(step.sequence.flat_tokens), len(step))
+            self._hashed = self._hash(flat, length, count)
         ids = self._hashed[:, layer]
         columns = self.geometry.columns
-        out = self._rows[layer][:len(step) * columns].view(len(step), columns, -1)
-        if self._sorts and len(step) >= SORTED_FROM:
+        out = self._rows[layer][:count * columns].view(count, columns, -1)
+        if self._sorts and count >= SORTED_FROM:
             self._lookups[layer].sorted(ids, out, background=background)
         else:
             self._lookups[layer](ids, out, background=background)
@@ -373,36 +381,103 @@ def on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 class Framed(Placement):
-    """A warm decode step of SSDGram with everything behind layer 0 in one CUDA graph, both gathers included: `Store.frame`.
+    """A warm decode step with everything behind layer 0 in one CUDA graph, lookups included: what an engine's FULL graphs are."""
 
-    The slots of both layers have to be there before the graph starts: for warm steps that costs nothing and saves launches.
-    """
-
-    def __init__(self, ours: Ssdgram) -> None:
-        super().__init__(ours.geometry, ours.landing)
-        self.ours, self.name = ours, f"{ours.name}-frame"
-        self._frame: Any = None
+    def __init__(self, whole: Placement) -> None:
+        super().__init__(whole.geometry, whole.landing)
+        self.whole, self.name = whole, f"{whole.name}-frame"
         self._graph: Any = None
 
-    def ready(self, compute: Any, tokens: int, parts: list[int]) -> None:
-        """Capture the graph for steps of that many tokens; `parts`: layers behind each gather."""
+    def ready(self, compute: Any, steps: list[Step], parts: list[int]) -> None:
+        """Capture the graph of these steps, all of one size; `parts`: layers behind each lookup."""
         self.drop()
-        frame, graph, stream = self.ours.opened.frame(tokens), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        self._make_room(steps)
+        stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream):                      # whatever is made at its first use is there when it is captured
+            self._warm_up()
             compute.launch(1)
         stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             for k, layers in enumerate(parts):
-                frame.rows(self.geometry.layers[k], out=self.ours._outs[k][:tokens])
+                self._look_up(k)
                 compute.launch(layers)
-        self._frame, self._graph = frame, graph
+        self._graph = graph
+
+    def _make_room(self, steps: list[Step]) -> None:
+        """Memory at fixed addresses for what a step brings."""
+        raise NotImplementedError
+
+    def _warm_up(self) -> None:
+        """The lookups once, if that makes something."""
+
+    def _look_up(self, k: int) -> None:
+        """Launch the lookup of the k-th layer."""
+        raise NotImplementedError
 
     def whole_step(self, step: Step, compute: Any, first: int) -> float:
-        """Seconds of a step; `first`: layers before the first gather."""
+        """Seconds of a step; `first`: layers before the first lookup."""
+        raise NotImplementedError
+
+    def drop(self) -> None:
+        """Forget the graph and what belongs to it."""
+        self._graph = None
+
+    def snapshot(self) -> Any:
+        return self.whole.snapshot()
+
+    def account(self, before: Any, after: Any, steps: list[Step], drive_bytes: int, major_faults: int) -> dict[str, Any]:
+        return self.whole.account(before, after, steps, drive_bytes, major_faults)
+
+
+class FramedRows(Framed):
+    """The hash and the row lookups, of tokens that lie at one place on the device, as an engine's do when a step begins."""
+
+    whole: RowLookup
+
+    def _make_room(self, steps: list[Step]) -> None:
+        self._length, self._count = max(len(step.sequence.flat_tokens) for step in steps), len(steps[0])
+        device = self.whole._device
+        self._tokens = {id(step): (step, packed(step, self._length).to(device)) for step in steps}
+        self._flat = next(iter(self._tokens.values()))[1].clone()
+
+    def _warm_up(self) -> None:
+        for k in range(len(self.geometry.layers)):
+            self._look_up(k)
+
+    def _look_up(self, k: int) -> None:
+        self.whole.look_up(self._flat, self._length, self._count, k)
+
+    def whole_step(self, step: Step, compute: Any, first: int) -> float:
+        self._flat.copy_(self._tokens[id(step)][1])
         compute.begin()
         compute.run(first)
-        with self.ours.opened.prefetch(step.sequence) as batch:
+        self._graph.replay()
+        seconds: float = compute.finish()
+        return seconds
+
+    def drop(self) -> None:
+        super().drop()
+        self._tokens = {}
+
+
+class FramedStore(Framed):
+    """Both gathers of a store, by `Store.frame`: the slots of both layers have to be there before the graph starts."""
+
+    whole: Ssdgram
+    _frame: Any = None
+
+    def _make_room(self, steps: list[Step]) -> None:
+        self._count, self._frame = len(steps[0]), self.whole.opened.frame(len(steps[0]))
+
+    def _look_up(self, k: int) -> None:
+        self._frame.rows(self.geometry.layers[k], out=self.whole._outs[k][:self._count])         # type: ignore[attr-defined]
+
+    def whole_step(self, step: Step, compute: Any, first: int) -> float:
+        compute.begin()
+        compute.run(first)
+        with self.whole.opened.prefetch(step.sequence) as batch:
             try:
                 self._frame.load(batch)
                 self._graph.replay()
@@ -413,14 +488,16 @@ class Framed(Placement):
         return seconds
 
     def drop(self) -> None:
-        """Forget frame and graph: they belong to a store."""
-        self._frame = self._graph = None
+        """Frame and graph belong to a store."""
+        super().drop()
+        self._frame = None
 
-    def snapshot(self) -> Any:
-        return self.ours.snapshot()
 
-    def account(self, before: Any, after: Any, steps: list[Step], drive_bytes: int, major_faults: int) -> dict[str, Any]:
-        return self.ours.account(before, after, steps, drive_bytes, major_faults)
+def framed(placements: dict[str, Placement], stores: dict[str, Ssdgram]) -> dict[str, Framed]:
+    """The warm steps in one graph, by name: of the lookups over whole tables, and of the stores."""
+    made: list[Framed] = [FramedRows(placement) for placement in placements.values() if isinstance(placement, RowLookup)]
+    made += [FramedStore(store) for store in stores.values()]
+    return {frame.name: frame for frame in made}
 
 
 def makers(manifest: Manifest, paths: list[Path], checkpoint: Path | None, token_map: np.ndarray | None, most: int, name: str, hbm: int,

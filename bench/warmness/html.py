@@ -44,8 +44,8 @@ PLACED = {
     "ssdgram": "a store: bundles cached in DRAM, pages read past the page cache. On a GPU a chunk is asked for in pieces (Store.staging), "
                "and counted so: what a later piece finds of an earlier one's bundles is a hit, or joined, cold too",
     "ssdgram-hbm": "warm: the same store with its hottest bundles in GPU memory besides (size: budget, below); all of the warm text's are",
-    "ssdgram-frame, ssdgram-hbm-frame": "in the step model, warm: everything behind layer 0 in one CUDA graph, both gathers in it "
-                                        "(Store.frame)",
+    "...-frame": "in the step model, warm, on a GPU: everything behind layer 0 in one CUDA graph, as engines run decode steps; of a store "
+                 "both gathers (Store.frame), of a whole table the hash and both lookups",
 }
 
 

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Cell = dict[str, Any]
-PLACES = ["hbm", "dram-uva", "dram-copy", "ssd-mmap", "ssd-pread", "ssdgram", "ssdgram-frame", "ssdgram-hbm", "ssdgram-hbm-frame"]
+PLACES = ["hbm", "hbm-frame", "dram-uva", "dram-uva-frame", "dram-copy", "ssd-mmap", "ssd-pread", "ssdgram", "ssdgram-frame", "ssdgram-hbm",
+          "ssdgram-hbm-frame"]
 STATES = ["cold", "mixed", "steady", "warm"]
 UNSTABLE_IS = "the medians of the two passes (beside an earlier run: of the two runs) differ by 10 % or more"
 

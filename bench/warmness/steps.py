@@ -6,7 +6,8 @@
 
 A step's time is from its tokens to its end; what it takes longer than the stand-in alone is the exposed fetch. "Off", a store is
 asked at the first n-gram layer and brings both layers' rows. A prompt's chunk goes through the same loop for the time to first
-token. Placements take turns, warm ones in both ways in the same cell; the store's states are those of the matrix.
+token. Placements take turns, warm ones in both ways in the same cell, those on a GPU in a third: everything behind layer 0 captured
+in one CUDA graph (NAME-frame), as engines run decode steps. The store's states are those of the matrix.
 """
 
 from __future__ import annotations
@@ -79,11 +80,11 @@ class StepModel:
         self._loops: dict[Key, list[Loop]] = {}
         self._steps: dict[tuple[str, str, int], list[Step]] = {}
         self.sweep: list[dict[str, Any]] = []
-        self._frames: dict[str, Any] = {}                    # a store's steps in one CUDA graph, where there is a GPU
+        self._frames: dict[str, Any] = {}                    # warm steps in one CUDA graph, where there is a GPU
         if states.device != "cpu":
-            from ssdgram.bench.warmness.device import Framed
+            from ssdgram.bench.warmness.device import framed
 
-            self._frames = {framed.name: framed for framed in map(Framed, stores_of(placements, "warm").values())}
+            self._frames = framed(placements, stores_of(placements, "warm"))
 
     # ------------------------------------------------------------ what a loop needs
 
@@ -195,8 +196,8 @@ class StepModel:
             if placement is None:
                 continue
             with guarded(turn):
-                if name in self._frames:                     # behind its store's own loop, which opened the store
-                    self._frames[name].ready(compute, len(steps[0]), [b - a for a, b in itertools.pairwise((*ENGRAM, LAYERS))])
+                if name in self._frames:                     # behind its placement's own loop, which opened the store
+                    self._frames[name].ready(compute, steps, [b - a for a, b in itertools.pairwise((*ENGRAM, LAYERS))])
                     continue
                 placement.prepare(steps)
                 if isinstance(placement, Ssdgram):
