@@ -26,6 +26,7 @@ from ssdgram.store import Store, Tuning
 
 STEP = 64                                                    # tokens of a decode step
 PLAN_BAR_US, GIL_BAR = 1.0, 0.1
+DRAWS = 5                                                    # of random tokens, for a set of them that fits into the cache
 PATIENT = Tuning(degraded_after_s=30)                        # other work on the drive is no reason to give up a measurement
 Result = dict[str, Any]
 
@@ -95,25 +96,18 @@ def plan(out: Path, tokens: np.ndarray, *, positions: int = 4096, each: int = 2,
     """
     random = np.random.default_rng()
     with ssdgram.open(out, dram=dram, tuning=PATIENT) as store:
-        def some(count: int) -> np.ndarray:
-            return random_tokens(random, store._vocabulary, count)
-
-        pieces = chunks(tokens[positions * each:], STEP)
-        kinds: dict[str, list[Any]] = {
-            "random": [some(positions) for _ in range(each)],
-            "random, four times over": [np.tile(some(positions // 4), 4) for _ in range(each)],
-            "text, one piece": [*chunks(tokens[:positions * each], positions)],
-            "text, 64-token pieces": [[ssdgram.Sequence(piece) for piece in pieces[k::each][:positions // STEP]]
-                                      for k in range(each)],
-        }
+        for _ in range(DRAWS):
+            kinds = _batches_of_four_kinds(random, store._vocabulary, tokens, positions, each)
+            if _all_resident(store, kinds):
+                break
         samples: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
-        for number in range(rounds + 2):                     # the first two bring everything in
+        for _ in range(rounds):
             for k in range(each):
                 for kind, batches in kinds.items():
                     before = cpu_us(store)
                     timing, _ = warm_step(store, batches[k])
                     time.sleep(0.003)                        # for the release
-                    if number > 1 and is_warm(timing):
+                    if is_warm(timing):
                         samples[kind].append({"us": timing["published_us"] / positions, "bundles": timing["bundles"] / positions,
                                               "cpu_us": (cpu_us(store) - before) / positions})
     figures = {}
@@ -127,6 +121,29 @@ def plan(out: Path, tokens: np.ndarray, *, positions: int = 4096, each: int = 2,
                    f"release {figure['cpu_us']:.2f}; {figure['bundles']:.2f} bundles per token; {len(taken)} batches): "
                    f"{bar(f'{PLAN_BAR_US} us', figure['ok'])}")
     return {"positions": positions, "kinds": figures, "ok": all(figure["ok"] for figure in figures.values())}
+
+
+def _batches_of_four_kinds(random: np.random.Generator, vocabulary: int, tokens: np.ndarray, positions: int,
+                           each: int) -> dict[str, list[Any]]:
+    """What `plan` asks for: the text is always the same, the random tokens are drawn."""
+    def some(count: int) -> np.ndarray:
+        return random_tokens(random, vocabulary, count)
+
+    pieces = chunks(tokens[positions * each:], STEP)
+    return {"random": [some(positions) for _ in range(each)],
+            "random, four times over": [np.tile(some(positions // 4), 4) for _ in range(each)],
+            "text, one piece": [*chunks(tokens[:positions * each], positions)],
+            "text, 64-token pieces": [[ssdgram.Sequence(piece) for piece in pieces[k::each][:positions // STEP]] for k in range(each)]}
+
+
+def _all_resident(store: Store, kinds: dict[str, list[Any]]) -> bool:
+    """Bring all batches in, twice, and once more to see that none pushes another's bundles out.
+
+    Of 130,000 bundles in 30,000 sets of 16, 17 share a set in one draw of thirteen (a Poisson tail); asked for in a circle, they evict
+    each other for ever, and two batches would never be warm. Another draw has other sets.
+    """
+    found = [[is_warm(warm_step(store, batch)[0]) for batches in kinds.values() for batch in batches] for _ in range(3)]
+    return all(found[-1])
 
 
 # ---------------------------------------------------------------- gil
