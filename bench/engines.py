@@ -53,7 +53,8 @@ def main(peer: Path, folder: Path | None, steps: int, rows: int, table_gib: int,
     """Run the engines' Engram modules with the plug-ins and say what differs; exit status 1 if anything does or fails."""
     from ssdgram.bench import engines_sglang, engines_sglang_time, engines_tp2, engines_vllm, engines_vllm_ple
 
-    if unknown := set(sections.split(",")) - set(ORDER):
+    wanted = {name.strip() for name in sections.split(",")}
+    if unknown := wanted - set(ORDER):
         raise click.BadParameter(f"{', '.join(sorted(unknown))}: expected some of {', '.join(ORDER)}", param_hint="--sections")
     peer = peer.resolve()
     found = {name for name in VERSIONS if (peer / name / name / "__init__.py").is_file()}
@@ -77,7 +78,7 @@ def main(peer: Path, folder: Path | None, steps: int, rows: int, table_gib: int,
                 "sglang": lambda: engines_sglang.identity(checkpoint, store, steps),
                 "sglang_time": lambda: engines_sglang_time.timing(checkpoint, store, table_gib),
                 "tp2": lambda: engines_tp2.identity(checkpoint, store, steps)}
-        for section in sorted(sections.split(","), key=ORDER.index):
+        for section in sorted(wanted, key=ORDER.index):
             print(f"== {section}", flush=True)
             try:
                 results[section] = runs[section]()

@@ -45,7 +45,8 @@ _read_in_place: set[int] = set()                             # addresses of pinn
 def address(tensor: torch.Tensor) -> int:
     """Where the GPU finds the tensor: its own memory, or pinned memory, which it reads in place. ValueError: neither.
 
-    Triton would ask the driver about every pointer of every launch: 3 us each (docs/lab-log.md), most of what a launch took.
+    Triton would ask the driver about every pointer of every launch: 3 us each (docs/lab-log.md), most of what a launch took. Here
+    host memory is looked at once for each address: who unpins some calls `forget`.
     """
     place = int(tensor.data_ptr())
     if not tensor.is_cuda and place not in _read_in_place:
@@ -56,6 +57,11 @@ def address(tensor: torch.Tensor) -> int:
             _read_in_place.clear()
         _read_in_place.add(place)
     return place
+
+
+def forget() -> None:
+    """Memory was unpinned: look at host memory anew."""
+    _read_in_place.clear()
 
 
 class Launch:

@@ -27,7 +27,7 @@ from ssdgram import _state as s
 from ssdgram._calls import wait_for_copies
 from ssdgram.errors import ConfigError, UnavailableError
 from ssdgram.kernels.gather import SLOTS, TILES, Bundles, Gather, mark_done, mark_launch
-from ssdgram.kernels.launch import aligned, preload, raw_stream
+from ssdgram.kernels.launch import aligned, forget, preload, raw_stream
 from ssdgram.kernels.promote import Promote
 from ssdgram.sequence import Mark
 
@@ -80,6 +80,7 @@ class Registration:
 
     def release(self) -> None:
         """Unpin. Idempotent."""
+        forget()
         runtime = torch.cuda.cudart()
         while self._chunks:
             runtime.cudaHostUnregister(self._chunks.pop())

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ssdgram._cuda import loaded_library
+from ssdgram.errors import StoreError
 from ssdgram.kernels.launch import raw_stream
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ class Graph:
             return
         error = self._launch(self._handle, raw_stream(self._device))
         if error != 0:
-            raise RuntimeError(f"cudaGraphLaunch failed with error {error}: see the CUDA runtime's list of cudaError_t")
+            raise StoreError(f"a step's gathers could not be launched: cudaGraphLaunch answered {error} (cudaError_t); an error of earlier "
+                             f"work on this GPU shows up here, too: look for the first one in the log")
 
 
 def capture(store: Store, targets: Mapping[int, torch.Tensor], sizes: list[int]) -> list[tuple[int, Frame, Graph]]:

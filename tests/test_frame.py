@@ -169,3 +169,29 @@ def test_tokens_that_could_not_be_sent_are_waited_for(engram, served, monkeypatc
         with pytest.raises(KeyboardInterrupt):
             store.prefetch(ssdgram.Sequence.deferred(4, 4, lambda *_: None))
     assert log == ["drained"] and quiet(store)
+
+
+@pytest.mark.parametrize("current,raw,answer", ((0, True, 0), (0, True, 700), (1, True, 0), (0, False, 0)))
+def test_a_graph_is_launched_on_its_devices_stream_or_by_torch(monkeypatch, current, raw, answer):
+    """By CUDA's call where its device is the current one and torch tells the handle; what CUDA refuses is an error."""
+    pytest.importorskip("triton")
+    from ssdgram import staging_gpu
+
+    launched = []
+
+    def launch(handle, stream):
+        launched.append((handle, stream))
+        return answer
+
+    captured = types.SimpleNamespace(replay=lambda: launched.append("torch"), **({"raw_cuda_graph_exec": lambda: 77} if raw else {}))
+    monkeypatch.setattr(staging_gpu, "loaded_library", lambda name: f"{name}.so.13")
+    monkeypatch.setattr(staging_gpu.ctypes, "CDLL", lambda path: types.SimpleNamespace(cudaGraphLaunch=launch))
+    monkeypatch.setattr(staging_gpu, "raw_stream", lambda device: 500 + device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    graph = staging_gpu.Graph(captured, 0)
+    if answer:
+        with pytest.raises(ssdgram.StoreError, match="answered 700"):
+            graph.replay()
+    else:
+        graph.replay()
+    assert launched == [(77, 500) if raw and current == 0 else "torch"]

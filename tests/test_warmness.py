@@ -428,6 +428,8 @@ def test_bars_compare_what_they_say():
     assert [bar["ok"] for bar in bars.bars(made)] == [True, False, True, *of_both, *[None] * 13]
     assert bars.bars(made)[9]["what"].startswith("warm ssdgram-hbm-frame over hbm (begun")
     assert bars.bars(made)[14]["what"].startswith("warm ssdgram-hbm-frame over dram-uva (captured)")
+    starred = [bar["what"].endswith(" *") for bar in bars.bars(made)]          # cells are stable here, loops are not
+    assert starred == [False] * 3 + [True] * 12 + [False] * 13
     made["budget"]["share"] = 0.2
     assert [bar["ok"] for bar in bars.bars(made)][3:] == [None] * 25
 

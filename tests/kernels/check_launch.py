@@ -25,6 +25,8 @@ def test_memory_that_the_gpu_cannot_read_is_refused():
         address(torch.zeros(3))
     assert address(torch.zeros(0)) == 0
     if not INTERPRETED:
+        with pytest.raises(ValueError, match="cannot read"):
+            mark_launch(1)(1, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), 3)
         for tensor in (torch.zeros(3, device=DEVICE), pinned(torch.zeros(3))[1:]):
             assert address(tensor) == tensor.data_ptr()
 

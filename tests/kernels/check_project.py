@@ -8,13 +8,13 @@ import torch
 from where import BF16, DEVICE, INTERPRETED, from_bits, golden, put, slab
 
 from ssdgram.kernels.gather import Bundles, Gather
-from ssdgram.kernels.project import CUT_CHOICES, Cut, Projection
+from ssdgram.kernels.project import CUT_CHOICES, CUTS, Cut, Projection
 
 GOLDEN = golden("wkv_mxfp8_small.npz")
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double().nan_to_num(nan=0.0).numpy()
 CODES = (Cut("codes", 64, 4, 16, 4, 3), Cut("codes", 32, 2, 16, 4, 3), Cut("codes", 64, 2, 32, 4, 3, 3),
          Cut("codes", 64, 2, 16, 4, 3, 1, 7), Cut("codes", 128, 4, 16, 4, 2, 2), Cut("codes", 64, 4, 4, 4, 3, 1, 5),
-         Cut("codes", 64, 4, 8, 4, 3))
+         Cut("codes", 64, 4, 8, 4, 3), *(cut for _, cut in CUTS if cut.kind == "codes"))
 ROWS = (Cut("rows", 64, 2, 16, 4, 3), Cut("rows", 128, 4, 16, 8, 3), Cut("rows", 64, 2, 64, 4, 3, 2),
         Cut("rows", 64, 2, 64, 4, 3, 1, 7), Cut("rows", 64, 4, 16, 4, 3, 1, 3))
 
@@ -123,6 +123,29 @@ def test_extreme_scales_and_nan():
     close(out[[0, 3]], (x @ w.T)[[0, 3]], (np.abs(x) @ np.abs(w).T)[[0, 3]], "codes")
 
 
+@pytest.mark.parametrize("cut", (CODES[0], CODES[1], ROWS[0]), ids=str)
+def test_extreme_scales_of_the_weight(cut):
+    weight, weight_scales, codes, scales = operands(5, 96, 128)
+    weight[weight & 0x7F == 0] = 1                           # so that 255 is NaN in every row of its group
+    weight_scales[:] = [[0, 0, 0, 0], [120, 120, 255, 120], [254, 120, 120, 120]]
+    weight[64:, :32] &= 0x8F                                 # small values, so that 2^127 does not overflow
+    codes[:, :32] &= 0x8F
+    scales[:] = [200, 199, 198, 200] if cut.kind == "codes" else 127         # 2^-127 shows: those sums are no subnormals
+    scales[:, 0] = 120
+    out = torch.empty(5, 96, dtype=BF16, device=DEVICE)
+    projection, x = Projection(put(weight), put(weight_scales)), values(codes, scales)
+    if cut.kind == "codes":
+        projection.codes(put(codes), put(scales), out, cut=cut)
+    else:
+        projection.rows(torch.from_numpy(x).to(BF16).to(DEVICE), out, cut=cut)
+    assert out[:, 32:64].isnan().all()
+    w = values(weight, weight_scales, True)
+    for group in (slice(0, 32), slice(64, 96)):
+        exact, terms = x @ w[group].T, np.abs(x) @ np.abs(w[group]).T
+        assert (np.abs(exact) > 0).all()
+        close(out[:, group], exact, terms, cut.kind)
+
+
 def test_what_does_not_fit_is_refused():
     weight, weight_scales, codes, scales = operands(2, 64, 128)
     projection = Projection(put(weight), put(weight_scales))
@@ -147,7 +170,8 @@ def real_weight():
 
 @pytest.mark.skipif(INTERPRETED, reason="the real size: GPU only")
 @pytest.mark.parametrize("tokens", (1, 5, 16, 17, 32, 33, 64, 100))
-def test_the_real_size_with_every_cut(tokens):
+@pytest.mark.parametrize("cuts", ([cut for _, cut in CUTS], CUT_CHOICES), ids=("as shipped", "all that are offered"))
+def test_the_real_size(cuts, tokens):
     weight, weight_scales, w = real_weight()
     projection = Projection(weight, weight_scales)
     _, _, codes, scales = operands(tokens, 32, 6144)
@@ -155,7 +179,7 @@ def test_the_real_size_with_every_cut(tokens):
     exact, terms = x @ w.T, x.abs() @ w.abs().T
     rows = x.to(torch.bfloat16)
     assert torch.equal(rows.double(), x)
-    for cut in CUT_CHOICES:
+    for cut in cuts:
         if cut.kind == "rows" and cut.block_t < min(tokens, 64):
             continue
         for repeat in range(2):
