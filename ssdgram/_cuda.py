@@ -80,10 +80,10 @@ class Registration:
 
     def release(self) -> None:
         """Unpin. Idempotent."""
-        forget()
         runtime = torch.cuda.cudart()
         while self._chunks:
             runtime.cudaHostUnregister(self._chunks.pop())
+        forget()
 
 
 class PinnedPool:

@@ -1,6 +1,7 @@
 """The README keeps its word: its Python runs, its commands exist, its links lead somewhere, the two commands come first."""
 
 import dataclasses
+import json
 import os
 import re
 import shlex
@@ -86,10 +87,17 @@ def test_the_python_of_the_readme_runs(tmp_path):
         assert int(answer.stdout) > 0
 
 
-def test_no_figure_is_claimed_without_a_measurement():
-    """The number on the first screen names its hardware and its command, or says that it is still missing."""
-    text = README[README.index("**Measured**"):].partition("\n\n")[0]
-    assert re.search(r"\d us", text) and "H200" in text and "python -m ssdgram.bench" in text
+def test_the_figures_on_the_first_screen_are_those_of_the_committed_run():
+    text = " ".join(README[README.index("**Measured**"):].partition("\n\n")[0].split())
+    run = json.loads((ROOT / "bench/results/gpu-gather.json").read_text())
+    assert run["facts"]["gpu"].removeprefix("NVIDIA ") in text and "python -m ssdgram.bench.gpu --sections gather" in text
+    ours = run["gather"]["us"]["whole dram"]
+    ways = [us for way, us in run["gather"]["peer"]["us"].items() if re.fullmatch(r"pinned, \w+ pages( sorted)?", way)]
+    assert len(ways) == 4
+    theirs = [min(us) for us in zip(*ways, strict=True)]
+    for figures in (f"256 tokens from an 8 GiB cache in DRAM takes {ours[3]:.0f} us", f"table takes {theirs[3]:.0f} us at its best",
+                    f"1024 tokens: {ours[4]:.0f} and {theirs[4]:.0f} us", f"8192: {ours[5] / 1e3:.2f} and {theirs[5] / 1e3:.2f} ms"):
+        assert figures in text, figures
 
 
 def test_the_format_page_names_every_field():
