@@ -148,6 +148,17 @@ def code_scales_of(source, t, base0, base1, base2, base3, first, K: tl.constexpr
         return tl.load(at[None, :] + block[:, None], mask=there[None, :] & inside[:, None], other=0).to(tl.int32)
 
 
+@triton.jit
+def weight_scales_of(factors, group, first, KB: tl.constexpr, BLOCKS: tl.constexpr, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """bf16 bits of the scales of blocks first .. first + BLOCKS - 1: one int64 word [group] if WORDS, else int16 [group, blocks]."""
+    at = factors + group * KB + first
+    block = tl.arange(0, BLOCKS)
+    if WORDS:
+        return tl.load(tl.multiple_of(at, 4).to(tl.pointer_type(tl.int64)))
+    else:
+        return tl.load(at[:, None] + block[None, :], mask=(first + block < KB)[None, :], other=0)
+
+
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["addresses"])
 def codes_kernel(weight, factors, codes, code_scales, addresses, out, partial, locks, tokens: tl.int32,  # type: ignore[no-untyped-def]
                  N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_T: tl.constexpr,
@@ -217,17 +228,6 @@ def codes_kernel(weight, factors, codes, code_scales, addresses, out, partial, l
             scale = tl.reshape(tl.broadcast_to(s[:, None, :], [BLOCK_N // 32, 32, BLOCKS]), [BLOCK_N, BLOCKS])
             acc += tl.sum(products * (scale[:, :, None] * xs[None, :, :]), 1)
         finish(acc, out, partial, locks, n, t, tile, tokens, N, STEPS, TOTAL, SHARED)
-
-
-@triton.jit
-def weight_scales_of(factors, group, first, KB: tl.constexpr, BLOCKS: tl.constexpr, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """bf16 bits of the scales of blocks first .. first + BLOCKS - 1: one int64 word [group] if WORDS, else int16 [group, blocks]."""
-    at = factors + group * KB + first
-    block = tl.arange(0, BLOCKS)
-    if WORDS:
-        return tl.load(tl.multiple_of(at, 4).to(tl.pointer_type(tl.int64)))
-    else:
-        return tl.load(at[:, None] + block[None, :], mask=(first + block < KB)[None, :], other=0)
 
 
 @triton.jit(do_not_specialize=["tokens"])

@@ -161,6 +161,8 @@ def run(script, *arguments, command=()):
 
 def set_fault(store, result, *, after=0, times=-1, file=-1):
     """Have the queue's reads come back as `result` (ssdgram._state, faults)."""
+    if store.stats().pending_pages == 0:                     # the readers' count may still be that of the batch before: see `reading`
+        assert until(lambda: store.stats().queue_depth == 0)
     faults = store._state.faults
     faults[s.FAULT_TIMES] = 0
     faults[[s.FAULT_AFTER, s.FAULT_RESULT, s.FAULT_FILE]] = after, result, file
@@ -173,7 +175,7 @@ def clear_faults(store):
 
 
 def reading(store):
-    """Whether reads are in the drive (the readers' own count may be that of the batch before)."""
+    """Whether reads are in the drive."""
     stats = store.stats()
     return stats.pending_pages > 0 and stats.queue_depth > 0
 

@@ -44,9 +44,9 @@ class Sizes:
         return replace(self, **{name: value for name, value in given.items() if value is not None})
 
 
-PRESETS = {
+PRESETS = {                                                  # quick: three minutes with the report, code to be compiled first or not
     "quick": Sizes("quick", rows=150_000, trace_tokens=32_768, warm_tokens=8_192, decode=(1, 64, 256), prefill=(512, 2048),
-                   budget_s=0.4, longest_s=3.0, step_batches=(64, 256), step_count=10, prompt=2048, limit_s=170, in_line=("warm",)),
+                   budget_s=0.4, longest_s=3.0, step_batches=(64, 256), step_count=10, prompt=2048, limit_s=162, in_line=("warm",)),
     "cpu": Sizes("cpu", rows=500_000, trace_tokens=98_304, warm_tokens=16_384, decode=(1, 16, 64, 256), prefill=(512, 2048, 8192),
                  budget_s=1.0, longest_s=12.0, step_batches=(64, 256), step_count=16, prompt=2048, limit_s=400),
     "gpu": Sizes("gpu", rows=640_000, trace_tokens=262_144, warm_tokens=32_768, decode=(1, 16, 64, 256), prefill=(512, 2048, 8192),
