@@ -89,11 +89,12 @@ def bundle_base(source, index, live, dram, hbm, STRIDE: tl.constexpr, KIND: tl.c
 @triton.jit
 def scale_value(byte, RULE: tl.constexpr = 0):  # type: ignore[no-untyped-def]
     """float32 of a ue8m0 byte (spec A7). RULE 0: byte 0 is 2^-127 (subnormal), 255 NaN; 1: 0 and infinity; 2: 2^-127 and infinity."""
-    bits = byte.to(tl.int32) << 23
+    number = byte.to(tl.int32)
+    bits = number << 23
     if RULE != 1:
-        bits = tl.where(byte == 0, 0x00400000, bits)
+        bits = tl.maximum(bits, 0x00400000)
     if RULE == 0:
-        bits = tl.where(byte == 255, 0x7FC00000, bits)
+        bits |= ((number + 1) & 256) << 14                   # of 255 alone
     return bits.to(tl.float32, bitcast=True)
 
 

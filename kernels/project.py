@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from ssdgram.kernels.gather import Bundles
+from ssdgram.kernels.gather import Bundles, scale_value
 from ssdgram.kernels.launch import Launch, aligned, dependents, next_power_of_two
 
 BLOCK = 32                                                   # values per scale, of weights and of activations
@@ -96,12 +96,6 @@ def finish(r, out, partial, locks, n, t, tile, tokens, N: tl.constexpr, STEPS: t
 def factor(bits):  # type: ignore[no-untyped-def]
     """float32 of a factor's bf16 bits (int16, or the low half of an int32)."""
     return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def scale_factor(byte):  # type: ignore[no-untyped-def]
-    """float32 of a ue8m0 byte (int32, 0 .. 255) as `scale_value` has it, in four instructions: 0 is 2^-127, 255 is NaN."""
-    return (tl.maximum(byte << 23, 0x00400000) | (((byte + 1) & 256) << 14)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -200,10 +194,10 @@ def codes_kernel(weight, factors, codes, code_scales, addresses, out, partial, l
         for step in range(first, last):
             k = step * BLOCKS
             if WORDS:
-                xs = scale_factor((xs_next[None, :] >> (block * 8)[:, None]) & 255)
+                xs = scale_value((xs_next[None, :] >> (block * 8)[:, None]) & 255)
                 s = factor((s_next[:, None] >> (block * 16)[None, :].to(tl.int64)).to(tl.int32))
             else:
-                xs = scale_factor(xs_next)
+                xs = scale_value(xs_next)
                 s = factor(s_next)
             ahead = tl.minimum(step + 1, STEPS - 1) * BLOCKS                     # those of the next step are on their way
             xs_next = code_scales_of(code_scales, token, scales0, scales1, scales2, scales3, ahead, K, BLOCKS, WORDS, SOURCE,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import logging
 import math
 import os
@@ -353,7 +354,7 @@ def bus_id(device: torch.device) -> str:
     """The PCI address of a GPU, such as "0000:3b:00.0"; "" if CUDA does not tell."""
     name = ctypes.create_string_buffer(64)
     with contextlib.suppress(UnavailableError, OSError, AttributeError):     # not to know it costs a little speed, nothing else
-        if ctypes.CDLL(loaded_library("libcudart")).cudaDeviceGetPCIBusId(name, len(name), device.index) == 0:
+        if cuda_runtime().cudaDeviceGetPCIBusId(name, len(name), device.index) == 0:
             return name.value.decode()
     return ""
 
@@ -365,7 +366,7 @@ def wait_for_stream(handle: int) -> None:
 
 def device_address(address: int) -> int:
     """The address by which the current GPU reads registered host memory; the same on all systems with unified addressing."""
-    runtime = ctypes.CDLL(loaded_library("libcudart"))
+    runtime = cuda_runtime()
     pointer = ctypes.c_void_p()
     error = runtime.cudaHostGetDevicePointer(ctypes.byref(pointer), ctypes.c_void_p(address), 0)
     if error != 0 or pointer.value is None:
@@ -373,14 +374,15 @@ def device_address(address: int) -> int:
     return pointer.value
 
 
-def loaded_library(name: str) -> str:
-    """Path of the shared object `name` that torch has loaded into this process."""
+@functools.cache
+def cuda_runtime() -> ctypes.CDLL:
+    """The CUDA runtime that torch has loaded into this process, for what torch does not offer."""
     with open("/proc/self/maps") as maps:
         for line in maps:
             path = line[line.find("/"):].strip() if "/" in line else ""
-            if os.path.basename(path).startswith(name):
-                return path
-    raise UnavailableError(f"{name} is not loaded: this torch was built without CUDA")
+            if os.path.basename(path).startswith("libcudart"):
+                return ctypes.CDLL(path)
+    raise UnavailableError("libcudart is not loaded: this torch was built without CUDA")
 
 
 def _copy_loop(plan: Any, state: Any, device: torch.device, promote: Promote, counter: torch.Tensor, slab: int, hbm: int) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ssdgram import _state as s
-from ssdgram._cuda import device_address, loaded_library
+from ssdgram._cuda import cuda_runtime, device_address
 from ssdgram._state import State
 from ssdgram.errors import UnavailableError
 from ssdgram.kernels.deliver import JOB_WORDS, Deliver
@@ -31,7 +31,7 @@ PAGE = 4096
 @contextlib.contextmanager
 def bound(device: torch.device) -> Iterator[None]:
     """The device's context is current in this thread, for callers of CUDA's driver such as cuFile too."""
-    runtime = ctypes.CDLL(loaded_library("libcudart"))
+    runtime = cuda_runtime()
     with torch.cuda.device(device):
         if runtime.cudaSetDevice(device.index) != 0 or runtime.cudaFree(None) != 0:
             raise UnavailableError(f"CUDA does not make {device} current in a new thread")
@@ -65,7 +65,7 @@ class CudaDevice:
         self.device, self.slab, self._pinned = device, slab, pinned
         self._allocated: list[int] = []
         with torch.cuda.device(device):
-            self._runtime = ctypes.CDLL(loaded_library("libcudart"))
+            self._runtime = cuda_runtime()
             self._deliver = Deliver(int(state.params[s.P_CODE_BYTES]), int(state.params[s.P_SCALE_BYTES]),
                                     generation=int(state.params[s.P_GENERATION]), device=device)
             preload(device, [self._deliver.launch, mark_launch(1)])

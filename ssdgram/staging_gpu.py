@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ssdgram._cuda import loaded_library
+from ssdgram._cuda import cuda_runtime
 from ssdgram.errors import StoreError
 from ssdgram.kernels.launch import raw_stream
 
@@ -29,7 +29,7 @@ class Graph:
         self._launch: Callable[[int, int], int] | None = None
         if hasattr(graph, "raw_cuda_graph_exec"):            # torch 2.9 and newer
             self._handle = int(graph.raw_cuda_graph_exec())
-            self._launch = ctypes.CDLL(loaded_library("libcudart")).cudaGraphLaunch
+            self._launch = cuda_runtime().cudaGraphLaunch
             self._launch.argtypes, self._launch.restype = (ctypes.c_void_p, ctypes.c_void_p), ctypes.c_int     # type: ignore[attr-defined]
 
     def replay(self) -> None:

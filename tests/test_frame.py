@@ -184,8 +184,7 @@ def test_a_graph_is_launched_on_its_devices_stream_or_by_torch(monkeypatch, curr
         return answer
 
     captured = types.SimpleNamespace(replay=lambda: launched.append("torch"), **({"raw_cuda_graph_exec": lambda: 77} if raw else {}))
-    monkeypatch.setattr(staging_gpu, "loaded_library", lambda name: f"{name}.so.13")
-    monkeypatch.setattr(staging_gpu.ctypes, "CDLL", lambda path: types.SimpleNamespace(cudaGraphLaunch=launch))
+    monkeypatch.setattr(staging_gpu, "cuda_runtime", lambda: types.SimpleNamespace(cudaGraphLaunch=launch))
     monkeypatch.setattr(staging_gpu, "raw_stream", lambda device: 500 + device)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
     graph = staging_gpu.Graph(captured, 0)
