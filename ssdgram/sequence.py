@@ -14,7 +14,8 @@ lookback and a STARTS per request, built by a few NumPy calls whatever the numbe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -203,22 +204,24 @@ def flatten(sequences: list[Sequence], n: int) -> tuple[np.ndarray, np.ndarray, 
     return flat_tokens, flat_flags, sum(len(sequence) for sequence in sequences)
 
 
-def pieces(sequence: Sequence, n: int, sizes: tuple[int, ...]) -> list[Sequence]:
+def pieces(sequence: Sequence, n: int, sizes: tuple[int, ...]) -> Iterator[Sequence]:
     """The sequence cut into parts of those many flat positions (the last size again and again), each with what it looks back at; their
-    rows are, one part behind the other, those of the whole. Tokens that are not on the host are not cut."""
+    rows are, one part behind the other, those of the whole. Tokens that are not on the host are not cut. A part is cut when it is
+    asked for."""
     if sequence.fill is not None or sequence.device_tokens is not None or len(sequence.flat_tokens) <= sizes[0]:
-        return [sequence]
+        yield sequence
+        return
     tokens, flags, _ = flatten([sequence], n)
-    parts: list[Sequence] = []
     start = 0
-    while start < len(tokens):
-        first, stop = max(0, start - (n - 1)), start + sizes[min(len(parts), len(sizes) - 1)]
+    for size in itertools.chain(sizes, itertools.repeat(sizes[-1])):
+        if start >= len(tokens):
+            return
+        first, stop = max(0, start - (n - 1)), start + size
         part = Sequence.of_flat(tokens[first:stop], flags[first:stop])
         part.flat_flags[:start - first] &= ~np.uint8(OUTPUT)
         part._length = int(np.count_nonzero(part.flat_flags & OUTPUT))
-        parts.append(part)
+        yield part
         start = stop
-    return parts
 
 
 def check_ids(sequences: list[Sequence], n: int, flat_tokens: np.ndarray, flat_flags: np.ndarray, vocab_size: int) -> None:

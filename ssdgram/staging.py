@@ -5,18 +5,21 @@
 
 A small step (a decode step) is planned by the calling thread, put into a frame and gathered by one launch of a CUDA graph that
 was captured here. A large one (a prefill) is cut into pieces: while the GPU gathers the first the next is planned, so the plan
-costs the time of one piece. It knows neither cache nor planner; it is built on batches and frames. Invariant: when `fill`
-returns, the gathers of all layers are on the current stream and their slots are held until they have run.
+costs the time of one piece. Layers are gathered by turns on the current stream and on one beside it, so that one gather's end,
+which leaves the link idle, is behind another's begin. It knows neither cache nor planner; it is built on batches and frames.
+Invariant: when `fill` returns or raises, what is launched on the current stream runs behind all gathers, and their slots are held
+until they have run.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ssdgram.errors import BatchTooLargeError, ConfigError, StoreBusyError
+from ssdgram.errors import BatchTooLargeError, ConfigError, StoreBusyError, TokenError
 from ssdgram.sequence import Sequence, check_ids, flatten, pieces
 
 if TYPE_CHECKING:
@@ -24,8 +27,9 @@ if TYPE_CHECKING:
     from ssdgram.store import Store
 
 GRAPHS = (16, 64, 128, 256, 512)                             # positions that the captured graphs are for; more are gathered by pieces
-AHEAD = 4                                                    # pieces under way at a time
-PIECES = (512, 1024, 2048)                                   # positions of the first pieces, and of all others: while one is gathered
+NOTHING = contextlib.nullcontext()
+AHEAD = 3                                                    # pieces under way at a time
+PIECES = (256, 512, 1024, 2048)                              # positions of the first pieces, and of all others: while one is gathered
                                                              # the next is planned, so the first are small
 
 
@@ -45,9 +49,11 @@ class Staging:
         self.places = {layer: (target.data_ptr(), target.shape[0], target.dtype) for layer, target in self.targets.items()}
         self._cuttable = store._cuda is None or shape[0] * shape[1] * 2 % 16 == 0        # a gather writes to 16-byte boundaries
         self._graphs: list[tuple[int, Any, Any]] = []        # (positions, frame, graph), from few to many
+        self._beside: Any = None                             # the other stream
         if store._cuda is not None:
             from ssdgram import staging_gpu
 
+            self._beside = staging_gpu.Beside(store._cuda.device)
             self._graphs = staging_gpu.capture(store, self.targets, [size for size in GRAPHS if size < self.most] + [
                 self.most] * (self.most <= GRAPHS[-1]))
 
@@ -93,25 +99,38 @@ class Staging:
     def _gather(self, sequence: Sequence, timeout_s: float) -> None:
         """Piece by piece; the next ones are begun before the first is waited for, so that the planner always has one."""
         store, deadline, start = self.store, time.monotonic() + timeout_s, 0
-        n = store.geometry.max_ngram
-        parts = pieces(sequence, n, PIECES) if self._cuttable else [sequence]
-        if len(parts) > 1:                                   # an error names the position in the step, not in a piece
-            check_ids([sequence], n, *flatten([sequence], n)[:2], store._vocabulary)
+        parts = iter(pieces(sequence, store.geometry.max_ngram, PIECES) if self._cuttable else [sequence])
         begun: collections.deque[Batch] = collections.deque()
+        coming, forked = next(parts, None), self._beside is None
         try:
-            for number in range(len(parts)):
-                while len(begun) < AHEAD and number + len(begun) < len(parts):
+            while begun or coming is not None:
+                while coming is not None and len(begun) < AHEAD:
                     try:
-                        begun.append(store.prefetch(parts[number + len(begun)]))
+                        begun.append(store.prefetch(coming))
                     except StoreBusyError:                   # of few batches at once, or others have them: one will do
                         if not begun:
                             raise
                         break
-                for layer, target in self.targets.items():
-                    begun[0].wait(layer, max(0.0, deadline - time.monotonic()))
-                    begun[0].rows(layer, out=target[start:start + len(begun[0])])
+                    except TokenError:                       # names the position in the step, not in a piece
+                        check_ids([sequence], store.geometry.max_ngram, *flatten([sequence], store.geometry.max_ngram)[:2],
+                                  store._vocabulary)
+                        raise
+                    coming = next(parts, None)
+                if not forked:                               # while the first piece is planned
+                    self._beside.fork()
+                    forked = True
+                self._launch(begun[0], start, deadline)
                 start += len(begun[0])
                 begun.popleft().release()
         finally:
+            if self._beside is not None:
+                self._beside.join()
             for batch in begun:
                 batch.release()
+
+    def _launch(self, batch: Batch, start: int, deadline: float) -> None:
+        """The gathers of a piece whose first row is row `start` of the step, once its bundles are there."""
+        for number, (layer, target) in enumerate(self.targets.items()):
+            batch.wait(layer, max(0.0, deadline - time.monotonic()))
+            with self._beside.use() if self._beside is not None and number % 2 else NOTHING:
+                batch.rows(layer, out=target[start:start + len(batch)])

@@ -6,6 +6,7 @@ captured here allocates nothing and waits for nothing, so a graph can be launche
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,26 @@ class Graph:
         if error != 0:
             raise StoreError(f"a step's gathers could not be launched: cudaGraphLaunch answered {error} (cudaError_t); an error of earlier "
                              f"work on this GPU shows up here, too: look for the first one in the log")
+
+
+class Beside:
+    """A stream beside the current one. From `fork` to `join` what is launched under `use` runs behind all that the current stream had been
+    given before, and side by side with what it is given meanwhile."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+
+    def fork(self) -> None:
+        """Work launched here from now on runs behind the current stream's."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def use(self) -> contextlib.AbstractContextManager[Any]:
+        """Makes it the current stream."""
+        return torch.cuda.stream(self._stream)
+
+    def join(self) -> None:
+        """The current stream's next work runs behind all that was launched here."""
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
 def capture(store: Store, targets: Mapping[int, torch.Tensor], sizes: list[int]) -> list[tuple[int, Frame, Graph]]:

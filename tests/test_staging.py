@@ -55,7 +55,7 @@ def test_pieces_give_the_keys_of_the_whole(engram, served):
     n = store.geometry.max_ngram
     whole = Sequence(engram.tokens(101, seed=1), lookback=engram.tokens(7, seed=2))
     for sizes in ((1,), (2,), (1, 10), (64, 3), (103, 7), (104,), (1000,)):
-        cut = pieces(whole, n, sizes)
+        cut = list(pieces(whole, n, sizes))
         assert sum(map(len, cut)) == 101 and all(len(part) <= size for part, size in zip(cut, [*sizes, *[sizes[-1]] * 101]))
         assert np.array_equal(np.concatenate([store._keys_of(*flatten([part], n)[:2]) for part in cut]), store._keys_of(
             *flatten([whole], n)[:2]))
