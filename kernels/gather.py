@@ -262,14 +262,29 @@ class Gather:
                out if done is None else done, ticket if by_word else out, dram, hbm, 0 if by_word else ticket, source.shape[0],
                self._global_scale)
 
+    def at(self, tokens: int, source: int, out: int, *, mode: str, dram: int, hbm: int, counter: int, done: int, ticket: int) -> None:
+        """A call for slots with a word and a number, by addresses: for a caller who keeps that memory and knows its shapes (the store:
+        looking at tensors is most of what a call takes). `out`: bfloat16 rows or packed bytes."""
+        plan = self._plans.get((mode, tokens))
+        if plan is None:
+            self._check_size(tokens)
+            plan = self._keep((mode, tokens), tokens, mode, SLOTS, torch.bfloat16 if mode == "rows" else torch.uint8, 1, None, False)
+        launch, programs = plan
+        launch.at(programs, source, out, out, counter, done, out, dram, hbm, ticket, tokens, self._global_scale)
+
     def _plan(self, key: tuple[Any, ...], source: torch.Tensor, out: torch.Tensor, mode: str, scales: torch.Tensor | None,
               counter: torch.Tensor | None, done: torch.Tensor | None, ticket: int, tile: Tile | None,
               overlap: bool) -> tuple[Launch, int]:
         """Check what the next calls with the same shapes need not check again; the variant, and how many programs."""
         tokens = self._checked(source, out, mode, scales, counter, done)
+        return self._keep(key, tokens, mode, SLOTS if source.dtype == torch.int32 else ADDRESSES, out.dtype, ticket, tile, overlap)
+
+    def _keep(self, key: tuple[Any, ...], tokens: int, mode: str, kind: int, dtype: torch.dtype, ticket: int, tile: Tile | None,
+              overlap: bool) -> tuple[Launch, int]:
+        """The variant, and how many programs: kept for the next calls."""
         tile = tile or tile_for(tokens)
         tiles = -(-tokens * self.bundles.columns // tile.rows)
-        launch = self.launch(mode, SLOTS if source.dtype == torch.int32 else ADDRESSES, out.dtype, ticket, tile, overlap)
+        launch = self.launch(mode, kind, dtype, ticket, tile, overlap)
         if len(self._plans) >= 4096:
             self._plans.clear()
         self._plans[key] = launch, max(1, min(tiles, tile.programs or tiles))
@@ -329,9 +344,13 @@ class Gather:
                              f"[{tokens}, {b.columns * b.scale_bytes}]")
         if (done is None) != (counter is None) or (done is not None and done.dtype != torch.int64):
             raise ValueError("the word `done` (int64) needs a `counter` (int32 on the device), and a counter a word")
+        self._check_size(tokens)
+        return tokens
+
+    def _check_size(self, tokens: int) -> None:
+        b = self.bundles
         if tokens * b.columns * max(b.dim, b.row_bytes) >= 1 << 40 or tokens * b.columns >= 1 << 31:
             raise ValueError(f"{tokens} tokens are too many for one gather; split the call")
-        return tokens
 
 
 _mark: dict[int, Launch] = {}

@@ -148,7 +148,8 @@ class CudaSide:
             self._token_buffers: dict[int, list[torch.Tensor]] = {}
             self._fills: dict[int, FillMemory] = {}
             self.framed: dict[int, Any] = {}                 # row -> memory of the frame that its batch was loaded into
-            self._views: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
+            self._counters_at, self._words_at = self.counters.data_ptr(), self.words.data_ptr()
+            self._word, self._expected = plan.layers["word"], plan.layers["expected"]        # of each row's layers
             self.gathers = [self._gather(store, index) for index in range(layers)]
             self._promote = Promote(store._stride)
             preload(device, [*(g.launch(mode, SLOTS, dtype, ticket, tile) for g in self.gathers for _, tile in TILES
@@ -269,14 +270,18 @@ class CudaSide:
 
     def run(self, batch: Batch, index: int, mode: str, out: torch.Tensor | None) -> torch.Tensor:
         """Launch the gather of a layer on the current stream and note its word; the layer is ready."""
-        store = batch._store
-        shape, dtype = self.output_of(store, len(batch), mode)
+        shape, dtype = self.output_of(batch._store, len(batch), mode)
         with self.current():
             result = self.checked_output(out, shape, dtype)
-            if len(batch) > 0:
-                self._launch(batch, index, mode, result)
-        store._served_bytes += len(batch) * shape[1] * store.row_bytes
+            self._launch(batch, index, mode, result.data_ptr())
+        batch._store._served_bytes += len(batch) * shape[1] * batch._store.row_bytes
         return result
+
+    def rows_to(self, batch: Batch, index: int, place: int) -> None:
+        """As `run`, the rows to the address `place`: for who has checked what lies there."""
+        with self.current():
+            self._launch(batch, index, "rows", place)
+        batch._store._served_bytes += len(batch) * len(batch._store.columns) * batch._store.row_bytes
 
     @staticmethod
     def output_of(store: Store, positions: int, mode: str) -> tuple[tuple[int, int, int], torch.dtype]:
@@ -285,25 +290,20 @@ class CudaSide:
             return (positions, len(store.columns), store.dim), torch.bfloat16
         return (positions, len(store.columns), store.row_bytes), torch.uint8
 
-    def _launch(self, batch: Batch, index: int, mode: str, result: torch.Tensor) -> None:
+    def _launch(self, batch: Batch, index: int, mode: str, place: int) -> None:
+        tokens, orders = batch._slots.shape[1:]
+        if tokens == 0:
+            return
         stream = raw_stream(torch.cuda.current_device())
         before = batch._events.get(index)
         if before is not None and before != stream:          # the word counts launches: they have to finish in order
             wait_for_stream(before)
         batch._events[index] = stream
-        place = batch._row * len(batch._ready) + index
-        counter, word, address = self._views.get(place) or self._view(place)
-        record = batch._store._plan.layers[place]
-        number = int(record["expected"]) + 1
-        record["word"], record["expected"] = address, number
-        self.gathers[index](batch._device_slots[index], result, mode=mode, dram=self.slab, hbm=self._hbm_base, counter=counter,
-                            done=word, ticket=number)
-
-    def _view(self, place: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Counter, word and the word's address of a batch row's layer; made once."""
-        view = self.counters[place:place + 1], self.words[place:place + 1], self.words.data_ptr() + 8 * place
-        self._views[place] = view
-        return view
+        line = batch._row * len(batch._ready) + index
+        word, number = self._words_at + 8 * line, int(self._expected[line]) + 1
+        self._word[line], self._expected[line] = word, number
+        self.gathers[index].at(tokens, batch._device_slots.data_ptr() + 4 * index * tokens * orders, place, mode=mode, dram=self.slab,
+                               hbm=self._hbm_base, counter=self._counters_at + 4 * line, done=word, ticket=number)
 
     def checked_output(self, out: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """`out`, or a new tensor; ConfigError if `out` cannot take the result."""

@@ -5,8 +5,9 @@
 
 A small step (a decode step) is planned by the calling thread, put into a frame and gathered by one launch of a CUDA graph that
 was captured here. A large one (a prefill) is cut into pieces: while the GPU gathers the first the next is planned, so the plan
-costs the time of one piece. Layers are gathered by turns on the current stream and on one beside it, so that one gather's end,
-which leaves the link idle, is behind another's begin. It knows neither cache nor planner; it is built on batches and frames.
+costs the time of one piece. The first is gathered by a captured graph, too; the others' layers by turns on the current stream and on
+one beside it, so that one gather's end, which leaves the link idle, is behind another's begin. It knows neither cache nor planner;
+it is built on batches and frames.
 Invariant: when `fill` returns or raises, what is launched on the current stream runs behind all gathers, and their slots are held
 until they have run.
 """
@@ -27,10 +28,10 @@ if TYPE_CHECKING:
     from ssdgram.store import Store
 
 GRAPHS = (16, 64, 128, 256, 512)                             # positions that the captured graphs are for; more are gathered by pieces
-NOTHING = contextlib.nullcontext()
 AHEAD = 3                                                    # pieces under way at a time
-PIECES = (256, 512, 1024, 2048)                              # positions of the first pieces, and of all others: while one is gathered
+PIECES = (512, 1024, 2048)                                   # positions of the first pieces, and of all others: while one is gathered
                                                              # the next is planned, so the first are small
+NOTHING = contextlib.nullcontext()
 
 
 class Staging:
@@ -82,26 +83,30 @@ class Staging:
         store._look_at_manifest()
         batch = store._submit([sequence], "step", 0, soon=True)
         try:
-            try:
-                batch.plan_now()
-                known = frame.load_now(batch)
-                if not known:
-                    frame.load(batch, timeout_s)
-                graph.replay()
-            except BaseException:                            # Ctrl-C may come behind the load, and behind the launch
-                frame.discard(batch)
-                raise
-            if known:                                        # counted behind the launch: the GPU works already
-                store._count_wait(0.0, len(self.targets))
+            batch.plan_now()
+            self._load_and_replay(batch, frame, graph, timeout_s)
         finally:
             batch.release()
+
+    def _load_and_replay(self, batch: Batch, frame: Any, graph: Any, timeout_s: float) -> None:
+        try:
+            known = frame.load_now(batch)
+            if not known:
+                frame.load(batch, timeout_s)
+            graph.replay()
+        except BaseException:                                # Ctrl-C may come behind the load, and behind the launch
+            frame.discard(batch)
+            raise
+        if known:                                            # counted behind the launch: the GPU works already
+            self.store._count_wait(0.0, len(self.targets))
 
     def _gather(self, sequence: Sequence, timeout_s: float) -> None:
         """Piece by piece; the next ones are begun before the first is waited for, so that the planner always has one."""
         store, deadline, start = self.store, time.monotonic() + timeout_s, 0
-        parts = iter(pieces(sequence, store.geometry.max_ngram, PIECES) if self._cuttable else [sequence])
+        n = store.geometry.max_ngram
+        parts = iter(pieces(sequence, n, PIECES) if self._cuttable else [sequence])
         begun: collections.deque[Batch] = collections.deque()
-        coming, forked = next(parts, None), self._beside is None
+        coming, forked = next(parts, None), False
         try:
             while begun or coming is not None:
                 while coming is not None and len(begun) < AHEAD:
@@ -112,25 +117,36 @@ class Staging:
                             raise
                         break
                     except TokenError:                       # names the position in the step, not in a piece
-                        check_ids([sequence], store.geometry.max_ngram, *flatten([sequence], store.geometry.max_ngram)[:2],
-                                  store._vocabulary)
+                        check_ids([sequence], n, *flatten([sequence], n)[:2], store._vocabulary)
                         raise
                     coming = next(parts, None)
-                if not forked:                               # while the first piece is planned
-                    self._beside.fork()
-                    forked = True
-                self._launch(begun[0], start, deadline)
+                graph = self._graph_for(len(begun[0])) if start == 0 < len(begun[0]) else None
+                if graph is not None:                        # the link has work at once, while the launches that follow are made
+                    self._load_and_replay(begun[0], *graph, max(0.0, deadline - time.monotonic()))
+                else:
+                    if self._beside is not None and not forked:
+                        self._beside.fork()
+                        forked = True
+                    self._launch(begun[0], start, deadline)
                 start += len(begun[0])
                 begun.popleft().release()
         finally:
-            if self._beside is not None:
+            if forked:
                 self._beside.join()
             for batch in begun:
                 batch.release()
 
+    def _graph_for(self, count: int) -> tuple[Any, Any] | None:
+        """Frame and graph of the fewest positions that take so many."""
+        return next(((frame, graph) for size, frame, graph in self._graphs if count <= size), None)
+
     def _launch(self, batch: Batch, start: int, deadline: float) -> None:
         """The gathers of a piece whose first row is row `start` of the step, once its bundles are there."""
-        for number, (layer, target) in enumerate(self.targets.items()):
+        cuda, row_bytes = self.store._cuda, 2 * len(self.store.columns) * self.store.dim
+        for number, (layer, (place, _, _)) in enumerate(self.places.items()):
             batch.wait(layer, max(0.0, deadline - time.monotonic()))
-            with self._beside.use() if self._beside is not None and number % 2 else NOTHING:
-                batch.rows(layer, out=target[start:start + len(batch)])
+            if cuda is None:
+                batch.rows(layer, out=self.targets[layer][start:start + len(batch)])
+                continue
+            with self._beside.use() if number % 2 else NOTHING:
+                cuda.rows_to(batch, self.store._layer_index(layer), place + start * row_bytes)

@@ -67,6 +67,33 @@ def test_steps_go_through_a_frame(engram, made):
     assert all(works(engram, *made, seed) for seed in range(3))
 
 
+@pytest.mark.parametrize("interrupted", (False, True))
+def test_the_first_piece_of_a_large_step_goes_through_a_frame(engram, made, monkeypatch, interrupted):
+    """The others are gathered behind it; whatever comes in between, the frame and all slots are free afterwards."""
+    store, frame, graph, _ = made
+    monkeypatch.setattr(staging_module, "PIECES", (MOST, 4))
+    staging = store.staging({layer: torch.zeros(30, len(store.columns), store.dim, dtype=torch.bfloat16) for layer in store.layers})
+    staging._graphs, tokens = [(MOST, frame, graph)], engram.tokens(30)
+    if interrupted:
+        def launch(batch, start, deadline):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(staging, "_launch", launch)
+        with pytest.raises(KeyboardInterrupt):
+            staging.fill(tokens)
+    else:
+        assert staging.fill(tokens) == 30
+    with store.prefetch(tokens) as batch:
+        batch.wait()
+        np.testing.assert_array_equal(frame._slots_array, batch._slots[:, :MOST])
+        for layer in store.layers if not interrupted else ():
+            assert torch.equal(batch.rows(layer)[MOST:].view(torch.int16), staging.targets[layer][MOST:].view(torch.int16))
+            assert not staging.targets[layer][:MOST].any()   # the graph's
+    assert graph.replays == 1 and not quiet(store, 0.05)     # the first piece's slots are held until the GPU has run it
+    graph.run()
+    assert quiet(store) and works(engram, store, frame, graph, made[3], 5)
+
+
 @pytest.mark.parametrize("where", ["load_now", "load", "load_frame", "replay", "behind the launch"])
 def test_an_interrupt_leaks_nothing_and_leaves_the_frame_usable(engram, made, monkeypatch, where):
     store, frame, graph, staging = made

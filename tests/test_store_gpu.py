@@ -228,6 +228,33 @@ def test_staged_steps_of_all_sizes_are_exact(built):
         assert staging.fill(tokens) == 40                    # the refused step left its frame usable
 
 
+def test_a_large_staged_step_is_in_order_with_the_callers_stream(built):
+    """Its gathers run on two streams: behind what the caller had launched (here something slow that overwrites the rows), and before what
+    the caller launches next."""
+    generator = np.random.default_rng(18)
+    with ssdgram.open(built, dram="96MiB", hbm="2MiB", device="cuda") as store:
+        outs = {layer: torch.zeros(3000, len(store.columns), store.dim, dtype=torch.bfloat16, device="cuda") for layer in store.layers}
+        staging = store.staging(outs)
+        for step in range(16):
+            count = int(generator.integers(520, 3001))
+            tokens = drawn(generator, store, count)
+            torch.cuda._sleep(20_000_000 * (step % 2))       # 10 ms
+            for out in outs.values():
+                out.fill_(-7)
+            assert staging.fill(tokens) == count
+            found = [out[:count].clone() for out in outs.values()]
+            for out in outs.values():
+                out.fill_(-9)
+            with store.prefetch(tokens) as batch:
+                for layer, rows in zip(outs, found, strict=True):
+                    assert torch.equal(batch.rows(layer).view(torch.int16), rows.view(torch.int16))
+        tokens = drawn(generator, store, 2500)
+        tokens[2400] = vocabulary(store)
+        with pytest.raises(ssdgram.TokenError, match="position 2400 "):
+            staging.fill(tokens)                             # found in the third piece, when the first may run already
+        assert staging.fill(tokens[:2400]) == 2400
+
+
 def test_a_staged_step_behind_a_busy_stream_waits_for_its_tokens(built):
     """Its tokens come a long time after the call: the planner is woken to look for them."""
     with ssdgram.open(built, dram="24MiB", device="cuda") as store:
