@@ -13,7 +13,9 @@ For few tokens this is one pass over the weights (157 MB), so everything else mu
                    scales are multiplied first, so the sum of their exponents has to be one of float32. Work per weight grows
                    with the tokens: best up to 16.
     rows_kernel    x as bfloat16 rows; the weights are scaled into bfloat16 (exactly) on their way to the tensor cores, the
-                   sums are float32. Work per weight does not grow with the tokens.
+                   sums are float32. Work per weight does not grow with the tokens. Weights without NaN and with scales up to
+                   2^7 (any that a model has) need less of it: their bits are moved to where bfloat16 has them, which is the
+                   number times 2^-120, and the scales make up for that.
 
 On Hopper and newer both are launched as dependents of the kernel before them: they begin while it still runs, ask for their first
 weights (which nobody writes) into the L2 cache, and wait for its end before they touch anything else. So a gather that says early
@@ -33,10 +35,11 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from ssdgram.kernels.gather import Bundles, scale_value
-from ssdgram.kernels.launch import Launch, aligned, dependents, next_power_of_two
+from ssdgram.kernels.launch import Launch, aligned, dependents, interpreted, next_power_of_two
 
 BLOCK = 32                                                   # values per scale, of weights and of activations
 CODES, ADDRESSES = 0, 1
+SHIFT = 120                                                  # e4m3 bits in bfloat16's place are the number times 2^-120
 FLOATS = (torch.bfloat16, torch.float32)                     # float32 rows or results: for tests
 
 
@@ -224,11 +227,35 @@ def codes_kernel(weight, factors, codes, code_scales, addresses, out, partial, l
         finish(acc, out, partial, locks, n, t, tile, tokens, N, STEPS, TOTAL, SHARED)
 
 
+@triton.jit
+def narrowed(codes):  # type: ignore[no-untyped-def]
+    """bfloat16 of e4m3 codes other than NaN, times 2^-120: their bits, moved to where bfloat16 has them (subnormal ones, too)."""
+    return tl.inline_asm_elementwise("""{
+            .reg .b32 low, high;
+            prmt.b32 low, $2, 0, 0x1804;                     // bytes 0 and 1, each in the upper half of 16 bits
+            prmt.b32 high, $2, 0, 0x3a24;                    // bytes 2 and 3
+            shr.s32 low, low, 4;
+            shr.s32 high, high, 4;
+            and.b32 $0, low, 0x87f087f0;
+            and.b32 $1, high, 0x87f087f0;
+            }""", "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
+
+
+@triton.jit
+def carried(bits, PLAIN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A factor as rows_kernel takes it from step to step."""
+    if PLAIN:
+        result = bits.to(tl.int32)                           # as they were loaded they would keep Triton from loading ahead
+    else:
+        result = factor(bits)
+    return result
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def rows_kernel(weight, factors, rows, out, partial, locks, tokens: tl.int32,  # type: ignore[no-untyped-def]
                 N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_T: tl.constexpr,
-                SHARED: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr):
-    """As codes_kernel, with BLOCK_K = 32 * BLOCKS values of k a step."""
+                SHARED: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr, PLAIN: tl.constexpr):
+    """As codes_kernel, with BLOCK_K = 32 * BLOCKS values of k a step. PLAIN: no weight is NaN, and the factors are 2^120 times as large."""
     KB: tl.constexpr = K // 32
     STEPS: tl.constexpr = (KB + BLOCKS - 1) // BLOCKS
     TOTAL: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N * STEPS
@@ -238,8 +265,7 @@ def rows_kernel(weight, factors, rows, out, partial, locks, tokens: tl.int32,  #
     t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     inner = tl.arange(0, BLOCK_K)
     block = tl.arange(0, BLOCKS)
-    live = t < tokens
-    x_at = rows + (t * K)[None, :] + inner[:, None]
+    x_at = rows + (tl.minimum(t, tokens - 1) * K)[None, :] + inner[:, None]
     first_tile = tl.program_id(0) * TOTAL // tl.num_programs(0) // STEPS
     last_tile = ((tl.program_id(0) + 1) * TOTAL // tl.num_programs(0) - 1) // STEPS
     for tile in range(first_tile, last_tile + 1):
@@ -248,25 +274,30 @@ def rows_kernel(weight, factors, rows, out, partial, locks, tokens: tl.int32,  #
         group = tile * (BLOCK_N // 32) + tl.arange(0, BLOCK_N // 32)
         w_at = weight + n[:, None] * K + inner[None, :]
         s_at = factors + tl.minimum(group, (N + 31) // 32 - 1)[:, None] * KB
-        s = factor(tl.load(s_at + tl.minimum(first * BLOCKS + block, KB - 1)[None, :]))
+        s = carried(tl.load(s_at + tl.minimum(first * BLOCKS + block, KB - 1)[None, :]), PLAIN)
         s_next = tl.load(s_at + tl.minimum(first * BLOCKS + BLOCKS + block, KB - 1)[None, :])
         acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
         for step in range(first, last):
             k = step * BLOCKS
             if EVEN:
                 w = tl.load(w_at + k * 32)
-                x = tl.load(x_at + k * 32, mask=live[None, :], other=0.0)
+                x = tl.load(x_at + k * 32)
             else:
                 w = tl.load(w_at + k * 32, mask=(n < N)[:, None] & (k * 32 + inner < K)[None, :], other=0)
-                x = tl.load(x_at + k * 32, mask=live[None, :] & (k * 32 + inner < K)[:, None], other=0.0)
+                x = tl.load(x_at + k * 32, mask=(k * 32 + inner < K)[:, None], other=0.0)
+            if PLAIN:
+                s = s.to(tl.int16).to(tl.bfloat16, bitcast=True)
             scale = tl.reshape(tl.broadcast_to(s[:, None, :, None], [BLOCK_N // 32, 32, BLOCKS, 32]), [BLOCK_N, BLOCK_K])
-            wide = w.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale
-            if rows.dtype.element_ty == tl.bfloat16:         # exact, so its upper half is all: cheaper than a conversion
-                scaled = (wide.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+            if PLAIN:
+                scaled = narrowed(w) * scale
             else:
-                scaled = wide
+                wide = w.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale
+                if rows.dtype.element_ty == tl.bfloat16:     # exact, so its upper half is all: cheaper than a conversion
+                    scaled = (wide.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+                else:
+                    scaled = wide
             acc = tl.dot(scaled, x, acc)
-            s = factor(s_next)                               # of the next step; those of the one after it are on their way
+            s = carried(s_next, PLAIN)                       # of the next step; those of the one after it are on their way
             s_next = tl.load(s_at + tl.minimum(k + 2 * BLOCKS + block, KB - 1)[None, :])
         finish(acc, out, partial, locks, n, t, tile, tokens, N, STEPS, TOTAL, SHARED)
 
@@ -297,7 +328,7 @@ CUTS: tuple[tuple[int, Cut], ...] = (
     (8, Cut("codes", 128, 4, 8, 4, 3, 1, 396, 168)),
     (16, Cut("codes", 128, 4, 16, 4, 3, 1, 264)),
     (16, Cut("rows", 128, 4, 16, 4, 3, 1, 396, 168)),
-    (32, Cut("rows", 64, 4, 32, 4, 3, 1, 528, 128)),
+    (32, Cut("rows", 128, 4, 32, 4, 3, 1, 264)),
     (1 << 31, Cut("rows", 128, 4, 64, 4, 3, 1, 264)),
     (1 << 31, Cut("codes", 64, 4, 32, 4, 3, 1, 396, 168)),
 )
@@ -327,6 +358,7 @@ CUT_CHOICES: tuple[Cut, ...] = (
 class Projection:
     """One layer's `wkv`. weight: e4m3 codes uint8 (or float8_e4m3fn) [N, K]; scales: ue8m0 bytes [ceil(N / 32), K / 32].
     Three ways in: `codes`, `rows`, and `bundles` (the gather fused; for bundles in HBM only: every program reads all of them).
+    Both are looked at once, here: no code of them may become NaN later, and no scale may change.
     """
 
     def __init__(self, weight: torch.Tensor, scales: torch.Tensor) -> None:
@@ -340,6 +372,8 @@ class Projection:
         bits = self.scales.to(torch.int16) << 7              # the scales as bf16 bits: 0 is 2^-127 (subnormal), 255 is NaN
         bits = torch.where(self.scales == 0, 0x0040, torch.where(self.scales == 255, 0x7FC0, bits))
         self.factors = bits.to(torch.int16).contiguous()
+        self.plain = not interpreted() and bool((self.scales.amax() <= 254 - SHIFT) & ((self.weight & 0x7F).amax() < 0x7F))
+        self.plain_factors = ((self.scales.to(torch.int16) + SHIFT) << 7).contiguous() if self.plain else self.factors
         self._early = dependents(self.weight.device)
         self._launches: dict[tuple[Cut, Bundles | None, torch.dtype, torch.dtype], Launch] = {}
         self._shared: dict[tuple[Cut, int], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -399,6 +433,7 @@ class Projection:
                 words = [torch.uint8, torch.int16] + [torch.uint8] * 2 + [torch.uint8 if bundles is None else torch.int64, *ends]
                 self._launches[key] = Launch(codes_kernel, words, constants, **options)
             else:
+                constants["PLAIN"] = self.plain and rows == torch.bfloat16
                 words = [torch.uint8, torch.int16, rows, *ends]
                 self._launches[key] = Launch(rows_kernel, words, constants, **options)
         return self._launches[key]
@@ -408,7 +443,8 @@ class Projection:
             return
         grid = self._grid(cut, tokens)
         partial, locks = self._parts(cut, tokens, grid) if launch.constants["SHARED"] else (out, out)
-        launch(grid, self.weight, self.factors, *inputs, out, partial, locks, tokens)
+        factors = self.plain_factors if launch.constants.get("PLAIN") else self.factors
+        launch(grid, self.weight, factors, *inputs, out, partial, locks, tokens)
 
     def _grid(self, cut: Cut, tokens: int) -> tuple[int, int]:
         """Programs along the weight (at most one a step), and along the tokens."""

@@ -42,11 +42,13 @@ def test_gather_of_column_subsets(heads):
     compiled(Gather(Bundles(heads)).launch("rows", ADDRESSES, torch.bfloat16, 2, TILES[-1][1]))
 
 
-@pytest.mark.parametrize("cut", [cut for _, cut in CUTS], ids=str)
-def test_projection_uses_the_tensor_cores_and_pipelines_its_loads(cut):
-    projection = Projection(torch.empty(25600, 6144, dtype=torch.uint8), torch.empty(800, 192, dtype=torch.uint8))
+@pytest.mark.parametrize("cut,plain", [(cut, plain) for _, cut in CUTS for plain in (True, False) if plain or cut.kind == "rows"], ids=str)
+def test_projection_uses_the_tensor_cores_and_pipelines_its_loads(cut, plain):
+    projection = Projection(torch.zeros(25600, 6144, dtype=torch.uint8), torch.full((800, 192), 127 if plain else 135, dtype=torch.uint8))
+    assert projection.plain == plain
     ptx = compiled(projection.launch(cut))
     assert "cp.async.cg.shared.global" in ptx
+    assert cut.kind == "codes" or ("prmt.b32 low" in ptx) == plain
     assert re.search(r"wgmma\.mma_async\S*\.f32\.e4m3\.e4m3" if cut.kind == "codes" else r"wgmma\.mma_async\S*\.f32\.bf16\.bf16", ptx)
     if cut.kind == "codes":                                  # from shared memory as they came, also those out of bundles
         fused = compiled(projection.launch(cut, WHOLE))

@@ -146,6 +146,42 @@ def test_extreme_scales_of_the_weight(cut):
         close(out[:, group], exact, terms, cut.kind)
 
 
+@pytest.mark.skipif(INTERPRETED, reason="instructions of the GPU")
+@pytest.mark.parametrize("cut", (ROWS[0], *(cut for _, cut in CUTS if cut.kind == "rows")), ids=str)
+def test_every_code_under_every_scale_of_a_plain_weight(cut):
+    """One row of ones at a time picks single weights out: they are bf16(code * 2^(scale - 127)), bit for bit."""
+    codes = np.array([code for code in range(256) if code & 0x7F != 0x7F], np.uint8)
+    scales = np.arange(135, dtype=np.uint8)                  # 32 rows a scale, 8 blocks; all codes lie in every group of rows
+    weight = np.tile(np.resize(codes, 256)[(np.arange(32)[:, None] * 8 + np.arange(256)[None, :]) % 256], (135, 1))
+    scales = np.repeat(scales[:, None], 8, 1)
+    projection = Projection(put(weight), put(scales))
+    general = Projection(put(np.vstack([weight, weight[:32]])), put(np.vstack([scales, np.full((1, 8), 135, np.uint8)])))
+    assert projection.plain and not general.plain
+    exact = torch.from_numpy(values(weight, scales, True)).to(BF16)
+    for column in range(0, 256, 37):
+        rows = torch.zeros(cut.block_t, 256, dtype=BF16, device=DEVICE)
+        rows[0, column] = 1.0
+        for each in (projection, general):
+            out = torch.empty(cut.block_t, each.n, dtype=torch.float32, device=DEVICE)
+            each.rows(rows, out, cut=cut)
+            found = out[0, :135 * 32].to(BF16).cpu()
+            normal = exact[:, column].abs() >= 2.0**-126     # subnormal ones are rounded here, cut off in the general form
+            assert torch.equal(found[normal], exact[normal, column])
+            if each is projection:
+                assert torch.equal(found, exact[:, column])
+
+
+def test_what_is_not_plain():
+    weight, weight_scales, _, _ = operands(1, 64, 64)
+    assert Projection(put(weight), put(weight_scales)).plain is not INTERPRETED
+    for place, value in (((3, 5), 0x7F), ((63, 63), 0xFF)):
+        other = weight.copy()
+        other[place] = value
+        assert not Projection(put(other), put(weight_scales)).plain
+    weight_scales[1, 1] = 135
+    assert not Projection(put(weight), put(weight_scales)).plain
+
+
 def test_what_does_not_fit_is_refused():
     weight, weight_scales, codes, scales = operands(2, 64, 128)
     projection = Projection(put(weight), put(weight_scales))
