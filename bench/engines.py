@@ -92,6 +92,8 @@ def main(peer: Path, folder: Path | None, steps: int, rows: int, table_gib: int,
             path = write_results("engines", results)
             if out is not None:
                 shutil.copy(path, out)
+    if (torch := sys.modules.get("torch")) and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()            # the engines leave theirs: with both in one process it never ended
     if failed:
         raise click.ClickException(f"not as wanted: {', '.join(failed)}")
 

@@ -12,10 +12,10 @@ For few tokens this is one pass over the weights (157 MB), so everything else mu
                    bfloat16's own rounding; 31 small products beside a large one may lose more); all else is float32. The two
                    scales are multiplied first, so the sum of their exponents has to be one of float32. Work per weight grows
                    with the tokens: best up to 16.
-    rows_kernel    x as bfloat16 rows; the weights are scaled into bfloat16 (exactly) on their way to the tensor cores, the
-                   sums are float32. Work per weight does not grow with the tokens. Weights without NaN and with scales up to
-                   2^7 (any that a model has) need less of it: their bits are moved to where bfloat16 has them, which is the
-                   number times 2^-120, and the scales make up for that.
+    rows_kernel    x as bfloat16 rows; the weights are scaled into bfloat16 on their way to the tensor cores (exactly, but for
+                   subnormal ones, below 2^-126), the sums are float32. Work per weight does not grow with the tokens. Weights
+                   without NaN and with scales up to 2^7 (as any model has) need less of it: their bits are moved to where
+                   bfloat16 has them, which is the number times 2^-120, and the scales make up for that.
 
 On Hopper and newer both are launched as dependents of the kernel before them: they begin while it still runs, ask for their first
 weights (which nobody writes) into the L2 cache, and wait for its end before they touch anything else. So a gather that says early
