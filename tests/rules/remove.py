@@ -3,8 +3,8 @@
 The tree is copied to a temporary folder. There the named tests run once with all rules in place and must pass; then, for one
 rule after the other, its text is replaced, its tests run, and at least one must fail (or not end in time, or end the process).
 A removal that does not even compile proves nothing and is an error, as is one whose text is not found exactly once.
-`--list` prints the table. Changed compiled code is compiled anew, about a minute for the planner, and kept in .rules-cache for the next run. Exit status: 0
-if every rule is missed by a test, 1 if not, 2 if the table does not fit the sources.
+Changed compiled code is compiled anew, about a minute for the planner, and kept in .rules-cache for the next run. `--list`
+prints the table. Exit status: 0 if every rule is missed by a test, 1 if not, 2 if the table does not fit the sources.
 """
 
 from __future__ import annotations
