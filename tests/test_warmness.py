@@ -415,13 +415,13 @@ def test_bars_compare_what_they_say():
 
     def loop(placement, prefetch, tokens_s):
         return {"status": "ok", "placement": placement, "warmness": "warm", "kind": "decode", "tokens": 64, "prefetch": prefetch,
-                "tokens_s": tokens_s, "stable": False}
+                "step_ms": {"p50": 64e3 / tokens_s}, "stable": False}
 
     made = {"cells": [cell("ssdgram", "cold", 500.0), cell("ssd-mmap", "cold", 100.0), cell("ssdgram", "warm", 999.0),
                       cell("ssd-mmap", "warm", 100.0), cell("ssdgram-hbm", "warm", 1000.0)],
             "step": {"rows": [loop("ssdgram", True, 98.9), loop("hbm", True, 100.0), loop("dram-uva", True, 98.9),
                               loop("dram-uva", False, 98.0), loop("dram-uva-frame", True, 98.95), loop("ssdgram-hbm", True, 90.0),
-                              loop("ssdgram-hbm-frame", True, 99.0), loop("hbm-frame", True, 100.1)]},
+                              loop("ssdgram-hbm-frame", True, 99.01), loop("hbm-frame", True, 100.1)]},
             "budget": {"share": 0.125}}
     of_hbm, of_uva = [False, None, False], [False, True, False]              # begun ahead, in line, captured
     of_both = [*of_hbm, *of_uva, True, None, False, True, True, True]

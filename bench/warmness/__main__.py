@@ -57,12 +57,14 @@ def main(store: Path | None, checkpoint: Path | None, folder: Path, out: Path, q
     """Parse, run, report."""
     from ssdgram._budget import parse_size
     from ssdgram.bench.warmness import compare
+    from ssdgram.bench.warmness.bars import bars
     from ssdgram.bench.warmness.run import NAMES, Options, run
     from ssdgram.bench.warmness.sizes import PRESETS, WARMNESS
 
     earlier = compare.load(against) if against else None     # before anything is measured
     if reported:
-        _write(compare.load(reported), earlier, out)
+        result = compare.load(reported)
+        _write(result | {"bars": bars(result)}, earlier, out)
         return
     unknown = set(placements) - set(NAMES)
     if unknown:

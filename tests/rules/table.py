@@ -130,6 +130,12 @@ RULES = (
     Rule(2, "rows are given out after the wait for their layer", "ssdgram/_gather.py",
          "    batch.wait(store.layers[index])\n    _run(gather_packed,", "    _run(gather_packed,",
          ("test_store_faults.py::test_nothing_of_another_batch_is_seen", "test_batch.py::test_a_wait_of_no_time_is_a_look")),
+    Rule(2, "a copy in HBM is made when the GPU says so", "ssdgram/_hbm_tier.py",
+         "        if atomic_load(plan.copy_word, 0) < control[C_COPY_REQUESTED]:", "        if False:",
+         ("test_hbm_tier.py::test_a_copy_is_named_by_plans_once_the_gpu_has_made_it",)),
+    Rule(2, "a copy in HBM is used only after it was made", "ssdgram/_lookup.py",
+         "plan.hbm[plan.slots[slot].hbm].ready != 0", "True",
+         ("test_hbm_tier.py::test_a_copy_is_named_by_plans_once_the_gpu_has_made_it",)),
 
     # ------------------------------------------------------------ 3: a failed read fails those who wait for it, and no more
     Rule(3, "a bundle with a row that could not be read is FAILED", "ssdgram/_slots.py",
@@ -307,7 +313,7 @@ RULES = (
          "        server._forget()", "        pass",
          ("test_serve_death.py::test_a_forked_child_of_a_client",)),
 
-    # ------------------------------------------------------------ 1 and 2 where a GPU is needed to see them
+    # ------------------------------------------------------------ 1 where a GPU is needed to see them
     Rule(1, "slots wait for the words (on the GPU)", "ssdgram/_batches.py",
          "        if mine.word != 0 and atomic_load_at(mine.word) < mine.expected:\n            return False",
          "        if False:\n            return False",
@@ -315,10 +321,4 @@ RULES = (
     Rule(1, "one batch's gathers on two streams end in order", "ssdgram/_cuda.py",
          "            wait_for_stream(before)", "            pass",
          ("test_store_gpu.py::test_one_batchs_gathers_on_two_streams_end_in_order",), gpu=True),
-    Rule(2, "a copy in HBM is made when the GPU says so", "ssdgram/_hbm_tier.py",
-         "        if atomic_load(plan.copy_word, 0) < control[C_COPY_REQUESTED]:", "        if False:",
-         ("test_store_gpu.py::test_ten_million_rows_under_eviction_promotion_and_cancellation_on_two_streams",), gpu=True),
-    Rule(2, "a copy in HBM is used only after it was made", "ssdgram/_lookup.py",
-         "plan.hbm[plan.slots[slot].hbm].ready != 0", "True",
-         ("test_store_gpu.py::test_ten_million_rows_under_eviction_promotion_and_cancellation_on_two_streams",), gpu=True),
 )
