@@ -1,6 +1,6 @@
 """The store on a GPU, in one run: host tokens to rows of all layers, the hot set's load, memory against the budgets.
 
-    python -m ssdgram.bench.gpu_store [--folder F] [--rows 120000] [--out FOLDER]
+    python -m ssdgram.bench.gpu_store [--folder F] [--rows 120000] [--sections memory,hotset,steps] [--tokens 64,256] [--out FOLDER]
 
 Makes a store of its own (made-up rows, the real tokenizer's map; about 3 GiB at the default size), serves random tokens that
 were all served before (warm, in DRAM), and checks every row of the first round bit by bit. The peer's figures for the same
@@ -15,7 +15,7 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from ssdgram.store import Tuning
 from ssdgram.tools.synth import expected_rows
 
 TOKENS = (1, 16, 64, 256, 1024, 8192)
+SECTIONS = ("memory", "hotset", "steps")
 PROMPTS = 6                                                  # token lists for each T: fresh ids from round to round
 
 
@@ -104,10 +105,10 @@ def staged_round(tokens: np.ndarray, staging: Any) -> tuple[float, float, float]
     return (time.perf_counter() - begun) * 1e6, (called - begun) * 1e6, float("nan")
 
 
-def end_to_end(store: Any, rounds: int) -> dict[str, dict[str, float]]:
+def end_to_end(store: Any, rounds: int, sizes: Sequence[int]) -> dict[str, dict[str, float]]:
     """Medians by T, and rows that were wrong."""
     generator, results = np.random.default_rng(7), {}
-    for count in TOKENS:
+    for count in sizes:
         prompts = [generator.integers(0, 129_000, count) for _ in range(PROMPTS)]
         wrong = sum(check(store, prompt) for prompt in prompts)
         outs = [torch.empty(count, len(store.columns), store.dim, dtype=torch.bfloat16, device="cuda") for _ in store.layers]
@@ -224,9 +225,18 @@ def direct_read(path: Path) -> None:
 @click.option("--dram", default="4GiB")
 @click.option("--rounds", default=60)
 @click.option("--crew", default=None, type=int, help="threads that help the planner")
+@click.option("--sections", default=",".join(SECTIONS), show_default=True)
+@click.option("--tokens", default=",".join(map(str, TOKENS)), show_default=True, help="sizes of the steps")
 @click.option("--out", type=click.Path(path_type=Path), default=None, help="a folder that gets a copy of the results")
-def main(folder: Path | None, rows: int, dram: str, rounds: int, crew: int | None, out: Path | None) -> None:
-    """Measure the store on a GPU: end to end, memory, hot set."""
+def main(folder: Path | None, rows: int, dram: str, rounds: int, crew: int | None, sections: str, tokens: str, out: Path | None) -> None:
+    """Measure the store on a GPU: memory, hot set, end to end."""
+    wanted, unknown = sections.split(","), set(sections.split(",")) - set(SECTIONS)
+    if unknown:
+        raise click.BadParameter(f"{', '.join(sorted(unknown))}: expected some of {', '.join(SECTIONS)}", param_hint="--sections")
+    try:
+        sizes = [int(word) for word in tokens.split(",")]
+    except ValueError:
+        raise click.BadParameter(f"{tokens!r}: expected numbers with commas between them", param_hint="--tokens") from None
     need_cuda()
     own = folder is None
     folder = folder or Path(tempfile.mkdtemp(prefix="ssdgram-"))
@@ -235,13 +245,16 @@ def main(folder: Path | None, rows: int, dram: str, rounds: int, crew: int | Non
         store_folder = build(folder, rows)
         print(f"store made in {time.monotonic() - begun:.0f} s", flush=True)
         payload: dict[str, Any] = {"facts": facts() | {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}}
-        with ssdgram.open(store_folder, dram=dram, device="cuda", tuning=Tuning(crew=crew)) as store:
-            payload["queue"], payload["capacity"] = store.queue, store.capacity
-            payload["end_to_end"] = end_to_end(store, rounds)
-        payload["memory"] = memory_section(store_folder, 1 << 30, 1 << 30)
-        print(json.dumps(payload["memory"]), flush=True)
-        payload["hotset"] = hotset_section(store_folder, folder, 256 << 20)
-        print(json.dumps(payload["hotset"]), flush=True)
+        if "memory" in wanted:                               # the short ones first: a run that is cut short has them
+            payload["memory"] = memory_section(store_folder, 1 << 30, 1 << 30)
+            print(json.dumps(payload["memory"]), flush=True)
+        if "hotset" in wanted:
+            payload["hotset"] = hotset_section(store_folder, folder, 256 << 20)
+            print(json.dumps(payload["hotset"]), flush=True)
+        if "steps" in wanted:
+            with ssdgram.open(store_folder, dram=dram, device="cuda", tuning=Tuning(crew=crew)) as store:
+                payload["queue"], payload["capacity"] = store.queue, store.capacity
+                payload["end_to_end"] = end_to_end(store, rounds, sizes)
         path = write_results("gpu-store", payload)
         if out is not None:
             shutil.copy(path, out / path.name)
