@@ -1,5 +1,7 @@
 """A step's rows into fixed tensors by one call: the same as a batch's, whatever the step's size, whatever it is cut into."""
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
@@ -59,6 +61,56 @@ def test_pieces_give_the_keys_of_the_whole(engram, served):
         assert sum(map(len, cut)) == 101 and all(len(part) <= size for part, size in zip(cut, [*sizes, *[sizes[-1]] * 101]))
         assert np.array_equal(np.concatenate([store._keys_of(*flatten([part], n)[:2]) for part in cut]), store._keys_of(
             *flatten([whole], n)[:2]))
+
+
+class Side:
+    """What a staging asks of a store on a GPU, noted: where rows were gathered to, under which stream, between which marks."""
+
+    def __init__(self):
+        self.log, self.beside = [], False
+
+    def plan_memory(self, row, shape):
+        return np.empty(shape, np.int32), None
+
+    def rows_to(self, batch, index, place):
+        self.log.append((index, place, len(batch), self.beside))
+
+    def fork(self):
+        self.log.append("fork")
+
+    def join(self):
+        self.log.append("join")
+
+    @contextlib.contextmanager
+    def use(self):
+        self.beside = True
+        yield
+        self.beside = False
+
+
+@pytest.mark.parametrize("interrupted", (False, True))
+def test_pieces_lie_behind_one_another_and_run_between_fork_and_join(engram, served, monkeypatch, interrupted):
+    """Layers by turns on the two streams, every piece at its rows' addresses; joined whatever happens."""
+    monkeypatch.setattr(module, "PIECES", (4, 8))
+    store = served(engram)
+    staging, side = store.staging(buffers(store, 25)), Side()
+    staging._beside = side
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "_cuda", side)
+        if interrupted:
+            patched.setattr(staging, "_launch", lambda batch, start, deadline: (side.log.append(start), 1 / 0))
+            with pytest.raises(ZeroDivisionError):
+                staging.fill(engram.tokens(25))
+        else:
+            assert staging.fill(engram.tokens(25)) == 25
+    if interrupted:
+        assert side.log == ["fork", 0, "join"]
+    else:
+        row = 2 * len(store.columns) * store.dim
+        assert side.log == ["fork", *((index, staging.targets[layer].data_ptr() + start * row, count, index % 2 == 1)
+                                      for start, count in ((0, 4), (4, 8), (12, 8), (20, 5)) for index, layer in enumerate(store.layers)),
+                            "join"]
+    assert quiet(store)
 
 
 def test_what_cannot_be_is_refused(engram, served, monkeypatch):
