@@ -358,7 +358,7 @@ CUT_CHOICES: tuple[Cut, ...] = (
 class Projection:
     """One layer's `wkv`. weight: e4m3 codes uint8 (or float8_e4m3fn) [N, K]; scales: ue8m0 bytes [ceil(N / 32), K / 32].
     Three ways in: `codes`, `rows`, and `bundles` (the gather fused; for bundles in HBM only: every program reads all of them).
-    Both are looked at once, here: no code of them may become NaN later, and no scale may change.
+    Weight and scales are looked at once, here: no code may become NaN later, and no scale may change.
     """
 
     def __init__(self, weight: torch.Tensor, scales: torch.Tensor) -> None:

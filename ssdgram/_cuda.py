@@ -302,8 +302,14 @@ class CudaSide:
         line = batch._row * len(batch._ready) + index
         word, number = self._words_at + 8 * line, int(self._expected[line]) + 1
         self._word[line], self._expected[line] = word, number
-        self.gathers[index].at(tokens, batch._device_slots.data_ptr() + 4 * index * tokens * orders, place, mode=mode, dram=self.slab,
-                               hbm=self._hbm_base, counter=self._counters_at + 4 * line, done=word, ticket=number)
+        try:
+            self.gathers[index].at(tokens, batch._device_slots.data_ptr() + 4 * index * tokens * orders, place, mode=mode, dram=self.slab,
+                                   hbm=self._hbm_base, counter=self._counters_at + 4 * line, done=word, ticket=number)
+        except BaseException:                                # Ctrl-C may come before the launch, and behind it
+            self.drain()
+            if int(batch._store._plan.gpu_words[line]) < number:
+                self._expected[line] = number - 1            # nobody will store that number: nothing is to be waited for
+            raise
 
     def checked_output(self, out: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """`out`, or a new tensor; ConfigError if `out` cannot take the result."""

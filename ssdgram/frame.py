@@ -73,6 +73,11 @@ class Frame:
                                   ticket=self._numbers[index:index + 1])
         return result
 
+    @property
+    def idle(self) -> bool:
+        """Whether the gathers of the last launch have run, so that a load waits for nothing but its batch."""
+        return bool(frame_is_idle(self._words_array, self._used, self._number))
+
     def load(self, batch: Batch, timeout_s: float = 30.0) -> None:
         """Wait for the batch's rows and for the last launch's gathers, then put the batch's slots into the frame.
 
@@ -82,7 +87,7 @@ class Frame:
             raise BatchTooLargeError(len(batch), self.tokens)
         self._loaded = None                                  # the one before was replayed
         batch.wait(timeout_s=timeout_s)
-        if not frame_is_idle(self._words_array, self._used, self._number):
+        if not self.idle:
             self._wait_for_launch(timeout_s)
         self._take(batch)
         number = self._number + 1
@@ -112,7 +117,7 @@ class Frame:
 
     def _wait_for_launch(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        while not frame_is_idle(self._words_array, self._used, self._number):
+        while not self.idle:
             if time.monotonic() > deadline:
                 raise ReadTimeoutError("the graph that was launched with this frame has not gathered its rows; was the batch "
                                        "that was loaded before ever replayed?", age_s=timeout_s)

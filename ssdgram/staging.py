@@ -61,9 +61,10 @@ class Staging:
     def fill(self, step: Any, timeout_s: float = 30.0) -> int:
         """Rows of the step's positions into the first rows of every tensor; how many positions there are.
 
-        `step`: a Sequence, or what `prefetch` takes as tokens. Waits for reads; for the GPU only while it still gathers the last step
-        of that size. Rows behind the step's are left or set to zero. Raises what `prefetch` and `Batch.wait` raise;
-        BatchTooLargeError for more positions than fit.
+        `step`: a Sequence, or what `prefetch` takes as tokens. Waits for reads; for the GPU only while it still gathers the last small
+        step of that size, and while it is so many pieces behind that no batch is free. Rows behind the step's are left or set to zero.
+        Raises what `prefetch` and `Batch.wait` raise, when some rows may have been written already; BatchTooLargeError for more
+        positions than fit.
         """
         sequence = step if isinstance(step, Sequence) else Sequence(step)
         count = len(sequence)
@@ -120,10 +121,12 @@ class Staging:
                         check_ids([sequence], n, *flatten([sequence], n)[:2], store._vocabulary)
                         raise
                     coming = next(parts, None)
-                graph = self._graph_for(len(begun[0])) if start == 0 < len(begun[0]) else None
-                if graph is not None:                        # the link has work at once, while the launches that follow are made
+                # A graph gives the link work at once, while the launches that follow are made. It writes zeros behind its rows, so it
+                # has to be on the stream before the fork: an empty piece forks nothing.
+                graph = self._graph_for(len(begun[0])) if start == 0 else None
+                if graph is not None:
                     self._load_and_replay(begun[0], *graph, max(0.0, deadline - time.monotonic()))
-                else:
+                elif len(begun[0]) > 0:
                     if self._beside is not None and not forked:
                         self._beside.fork()
                         forked = True
@@ -131,14 +134,18 @@ class Staging:
                 start += len(begun[0])
                 begun.popleft().release()
         finally:
-            if forked:
-                self._beside.join()
-            for batch in begun:
-                batch.release()
+            try:
+                if forked:
+                    self._beside.join()
+            finally:
+                for batch in begun:
+                    batch.release()
 
     def _graph_for(self, count: int) -> tuple[Any, Any] | None:
-        """Frame and graph of the fewest positions that take so many."""
-        return next(((frame, graph) for size, frame, graph in self._graphs if count <= size), None)
+        """Frame and graph of the fewest positions that take so many; None if none does, or the GPU has not run its last launch yet."""
+        if count == 0:
+            return None
+        return next(((frame, graph) for size, frame, graph in self._graphs if count <= size and frame.idle), None)
 
     def _launch(self, batch: Batch, start: int, deadline: float) -> None:
         """The gathers of a piece whose first row is row `start` of the step, once its bundles are there."""

@@ -1,6 +1,7 @@
 """A step's rows into fixed tensors by one call: the same as a batch's, whatever the step's size, whatever it is cut into."""
 
 import contextlib
+import types
 
 import numpy as np
 import pytest
@@ -113,6 +114,28 @@ def test_pieces_lie_behind_one_another_and_run_between_fork_and_join(engram, ser
     assert quiet(store)
 
 
+@pytest.mark.parametrize("lengths,log", (
+    ([0, 0, 0, 0, 20], ["graph 1", "fork", 1, 9, 17, "join"]),       # eight flat positions a piece: windows of empty requests come first
+    ([20], ["graph 5", "fork", 5, 13, "join"]),
+    ([3, 17], ["graph 3", "fork", 3, 10, 18, "join"])), ids=str)
+def test_the_graph_lies_before_the_fork(engram, served, monkeypatch, lengths, log):
+    """It writes zeros behind its rows: on the other stream they could come behind the next piece's rows."""
+    monkeypatch.setattr(module, "PIECES", (8,))
+    store = served(engram)
+    staging, side = store.staging(buffers(store, 25)), Side()
+    staging._beside, staging._graphs = side, [(8, types.SimpleNamespace(idle=True), None)]
+    windows = engram.tokens(3 * len(lengths), seed=3).reshape(-1, 3)
+    step = Sequence.ragged(engram.tokens(20), lengths, windows)
+    monkeypatch.setattr(staging, "_load_and_replay", lambda batch, frame, graph, timeout_s: side.log.append(f"graph {len(batch)}"))
+    monkeypatch.setattr(staging, "_launch", lambda batch, start, deadline: side.log.append(start))
+    assert staging.fill(step) == 20
+    assert side.log == log
+    side.log.clear()
+    staging._graphs[0][1].idle = False                       # the GPU is behind: pieces are queued there, nobody waits
+    assert staging.fill(step) == 20
+    assert side.log[0] == "fork" and "graph" not in str(side.log)
+
+
 def test_what_cannot_be_is_refused(engram, served, monkeypatch):
     monkeypatch.setattr(module, "PIECES", (2, 4))
     store = served(engram)
@@ -123,6 +146,11 @@ def test_what_cannot_be_is_refused(engram, served, monkeypatch):
     tokens[9] = store._vocabulary
     with pytest.raises(ssdgram.TokenError, match="position 9 "):
         staging.fill(tokens)
+    long, tokens = store.staging(buffers(store, 30)), engram.tokens(30)
+    tokens[20] = store._vocabulary                           # in the sixth piece: the first are gathered already
+    with pytest.raises(ssdgram.TokenError, match="position 20 "):
+        long.fill(tokens)
+    assert long.targets[store.layers[-1]][0].any() and quiet(store)
     one = dict(list(buffers(store, 4).items())[:1])
     with pytest.raises(ssdgram.ConfigError, match="expected those of the store"):
         store.staging(one)

@@ -233,7 +233,7 @@ def test_a_large_staged_step_is_in_order_with_the_callers_stream(built):
     the caller launches next."""
     generator = np.random.default_rng(18)
     with ssdgram.open(built, dram="96MiB", hbm="2MiB", device="cuda") as store:
-        outs = {layer: torch.zeros(3000, len(store.columns), store.dim, dtype=torch.bfloat16, device="cuda") for layer in store.layers}
+        outs = {layer: torch.zeros(4500, len(store.columns), store.dim, dtype=torch.bfloat16, device="cuda") for layer in store.layers}
         staging = store.staging(outs)
         for step in range(16):
             count = int(generator.integers(520, 3001))
@@ -248,11 +248,11 @@ def test_a_large_staged_step_is_in_order_with_the_callers_stream(built):
             with store.prefetch(tokens) as batch:
                 for layer, rows in zip(outs, found, strict=True):
                     assert torch.equal(batch.rows(layer).view(torch.int16), rows.view(torch.int16))
-        tokens = drawn(generator, store, 2500)
-        tokens[2400] = vocabulary(store)
-        with pytest.raises(ssdgram.TokenError, match="position 2400 "):
-            staging.fill(tokens)                             # found in the third piece, when the first may run already
-        assert staging.fill(tokens[:2400]) == 2400
+        tokens = drawn(generator, store, 4000)
+        tokens[3900] = vocabulary(store)
+        with pytest.raises(ssdgram.TokenError, match="position 3900 "):
+            staging.fill(tokens)                             # found in the fourth piece, when the first is on its way
+        assert staging.fill(tokens[:3900]) == 3900
 
 
 def test_a_staged_step_behind_a_busy_stream_waits_for_its_tokens(built):

@@ -411,11 +411,11 @@ def test_bars_without_a_gpu_are_untested_not_met(result):
 def test_bars_compare_what_they_say():
     def cell(placement, warmness, rows_s):
         return {"status": "ok", "placement": placement, "warmness": warmness, "kind": "prefill", "tokens": 2048, "rows_s": rows_s,
-                "stable": True}
+                "lookup_us": {"p50": 1e6 / rows_s}, "stable": True}
 
     def loop(placement, prefetch, tokens_s):
         return {"status": "ok", "placement": placement, "warmness": "warm", "kind": "decode", "tokens": 64, "prefetch": prefetch,
-                "step_ms": {"p50": 64e3 / tokens_s}, "stable": False}
+                "tokens_s": 2 * tokens_s, "step_ms": {"p50": 64e3 / tokens_s}, "stable": False}
 
     made = {"cells": [cell("ssdgram", "cold", 500.0), cell("ssd-mmap", "cold", 100.0), cell("ssdgram", "warm", 999.0),
                       cell("ssd-mmap", "warm", 100.0), cell("ssdgram-hbm", "warm", 1000.0)],

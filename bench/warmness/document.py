@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ssdgram.bench.warmness.report import PLACES, STATES, count, figure, hits, ms, reasons, statement, verdict
+from ssdgram.bench.warmness.report import BARS_HEADS, PLACES, STATES, count, figure, hits, ms, reasons, statement, verdict
 
 MARK = re.compile(r"(<!-- table (\w+) of (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 SHOWN = (("decode", 1), ("decode", 64), ("decode", 256), ("prefill", 512), ("prefill", 2048), ("prefill", 8192))
@@ -44,9 +44,9 @@ def run_table(result: dict[str, Any]) -> str:
 
 def bars_table(result: dict[str, Any]) -> str:
     """The bars."""
-    rows = [[bar["what"], figure(bar["found"]), bar["bar"], f"**{verdict(False)}**" if bar["ok"] is False else verdict(bar["ok"])]
-            for bar in result["bars"]]
-    return table(["what", "found", "bar", ""], rows)
+    rows = [[bar["what"], figure(bar["found"]), figure(bar["mean"]), bar["bar"],
+             f"**{verdict(False)}**" if bar["ok"] is False else verdict(bar["ok"])] for bar in result["bars"]]
+    return table(list(BARS_HEADS), rows)
 
 
 def lookups_table(result: dict[str, Any]) -> str:

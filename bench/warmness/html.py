@@ -9,7 +9,7 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from ssdgram.bench.warmness.report import PLACES, STATES, UNSTABLE_IS, count, figure, hits, ms, reasons, verdict
+from ssdgram.bench.warmness.report import BARS_HEADS, PLACES, STATES, UNSTABLE_IS, count, figure, hits, ms, reasons, verdict
 
 if TYPE_CHECKING:
     from ssdgram.bench.warmness.plots import Plot
@@ -87,9 +87,9 @@ def _table(heads: list[str], rows: list[list[str]], left: int = 1, first: list[b
 
 
 def _bars(result: dict[str, Any]) -> str:
-    rows = [[escape(bar["what"]), figure(bar["found"]), escape(bar["bar"]),
+    rows = [[escape(bar["what"]), figure(bar["found"]), figure(bar["mean"]), escape(bar["bar"]),
              f'<span class="missed">{verdict(bar["ok"])}</span>' if bar["ok"] is False else verdict(bar["ok"])] for bar in result["bars"]]
-    return "<h2>What this run is held to</h2>" + _table(["what", "found", "bar", ""], rows) + _drive(result)
+    return "<h2>What this run is held to</h2>" + _table(list(BARS_HEADS), rows) + _drive(result)
 
 
 def _drive(result: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ Cell = dict[str, Any]
 PLACES = ["hbm", "hbm-frame", "dram-uva", "dram-uva-frame", "dram-copy", "ssd-mmap", "ssd-pread", "ssdgram", "ssdgram-frame", "ssdgram-hbm",
           "ssdgram-hbm-frame"]
 STATES = ["cold", "mixed", "steady", "warm"]
+BARS_HEADS = ("what", "by medians", "by means", "bar", "")
 UNSTABLE_IS = "the medians of the two passes (beside an earlier run: of the two runs) differ by 10 % or more"
 
 
@@ -119,16 +120,16 @@ def bars_table(result: dict[str, Any]) -> Table:
     from rich.table import Table
 
     table = Table(title="bars", title_justify="left")
-    for name in ("what", "found", "bar", ""):
-        table.add_column(name, justify="right" if name == "found" else "left")
+    for name in BARS_HEADS:
+        table.add_column(name, justify="right" if name in BARS_HEADS[1:3] else "left")
     for bar in result["bars"]:
-        table.add_row(bar["what"], figure(bar["found"]), bar["bar"], verdict(bar["ok"]))
+        table.add_row(bar["what"], figure(bar["found"]), figure(bar["mean"]), bar["bar"], verdict(bar["ok"]))
     return table
 
 
 def figure(value: float | None) -> str:
     """A ratio, or that there is none."""
-    return "-" if value is None else f"{value:.4g}"
+    return "-" if value is None else f"{value:.5g}"
 
 
 def verdict(ok: bool | None) -> str:

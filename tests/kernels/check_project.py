@@ -149,7 +149,7 @@ def test_extreme_scales_of_the_weight(cut):
 @pytest.mark.skipif(INTERPRETED, reason="instructions of the GPU")
 @pytest.mark.parametrize("cut", (ROWS[0], *(cut for _, cut in CUTS if cut.kind == "rows")), ids=str)
 def test_every_code_under_every_scale_of_a_plain_weight(cut):
-    """One row of ones at a time picks single weights out: they are bf16(code * 2^(scale - 127)), bit for bit."""
+    """A row with a single one picks single weights out: they are bf16(code * 2^(scale - 127))."""
     codes = np.array([code for code in range(256) if code & 0x7F != 0x7F], np.uint8)
     scales = np.arange(135, dtype=np.uint8)                  # 32 rows a scale, 8 blocks; all codes lie in every group of rows
     weight = np.tile(np.resize(codes, 256)[(np.arange(32)[:, None] * 8 + np.arange(256)[None, :]) % 256], (135, 1))
@@ -158,7 +158,7 @@ def test_every_code_under_every_scale_of_a_plain_weight(cut):
     general = Projection(put(np.vstack([weight, weight[:32]])), put(np.vstack([scales, np.full((1, 8), 135, np.uint8)])))
     assert projection.plain and not general.plain
     exact = torch.from_numpy(values(weight, scales, True)).to(BF16)
-    for column in range(0, 256, 37):
+    for column in range(0, 256, 29):                          # picks every code somewhere
         rows = torch.zeros(cut.block_t, 256, dtype=BF16, device=DEVICE)
         rows[0, column] = 1.0
         for each in (projection, general):

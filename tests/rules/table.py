@@ -313,6 +313,17 @@ RULES = (
          "        server._forget()", "        pass",
          ("test_serve_death.py::test_a_forked_child_of_a_client",)),
 
+    # ------------------------------------------------------------ what a staged step writes is in order with the caller's stream
+    Rule(1, "a staged step's other stream runs behind the caller's", "ssdgram/staging.py",
+         "                        self._beside.fork()\n", "",
+         ("test_staging.py::test_pieces_lie_behind_one_another_and_run_between_fork_and_join",)),
+    Rule(1, "the caller's stream runs behind a staged step's other one", "ssdgram/staging.py",
+         "                    self._beside.join()", "                    pass",
+         ("test_staging.py::test_pieces_lie_behind_one_another_and_run_between_fork_and_join",)),
+    Rule(1, "a staged step's graph lies before the fork", "ssdgram/staging.py",
+         "                elif len(begun[0]) > 0:", "                else:",
+         ("test_staging.py::test_the_graph_lies_before_the_fork",)),
+
     # ------------------------------------------------------------ 1 where a GPU is needed to see them
     Rule(1, "slots wait for the words (on the GPU)", "ssdgram/_batches.py",
          "        if mine.word != 0 and atomic_load_at(mine.word) < mine.expected:\n            return False",
