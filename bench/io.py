@@ -47,16 +47,19 @@ def make_file(path: Path, size: int) -> bool:
             raise ConfigError(f"{path} {what}: expected one of at least {size} bytes, which is only read, or a name that is free, where "
                               "one is made; give another --file, or a smaller --gib")
         return False
-    path.parent.mkdir(parents=True, exist_ok=True)
-    random = np.random.default_rng(0)
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path.parent} is no folder: is the drive mounted? Give a --file in a folder that is there")
+    click.echo(f"making {path}, {size / 2**30:g} GiB", err=True)
+    random, partial = np.random.default_rng(0), path.with_name(f"{path.name}.partial")
     try:
-        with open(path, "xb") as file:
+        with open(partial, "wb") as file:
             for begin in range(0, size, 1 << 24):
                 file.write(random.bytes(min(1 << 24, size - begin)))
             file.flush()
             os.fsync(file.fileno())
-    except BaseException:                                    # no room, or Ctrl-C: half a file would be refused by the next run
-        path.unlink(missing_ok=True)
+        partial.rename(path)
+    except BaseException:                                    # no room, or Ctrl-C
+        partial.unlink(missing_ok=True)
         raise
     return True
 

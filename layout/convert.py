@@ -29,7 +29,7 @@ from ssdgram.layout.journal import Journal
 from ssdgram.layout.manifest import JOURNAL, MANIFEST, ColumnFile, Manifest, SourceTensor, TokenMapFile, sync_folder
 from ssdgram.layout.places import Place, places
 from ssdgram.layout.source import RowSource, Shards, open_sources
-from ssdgram.layout.writing import check_place, writing
+from ssdgram.layout.writing import check_place, missing, remove_empty, writing
 from ssdgram.token_map import map_digest
 
 log = logging.getLogger("ssdgram")
@@ -54,12 +54,20 @@ def convert(ckpt: str | os.PathLike[str], out: str | os.PathLike[str], stripe: S
     checkpoint = open_checkpoint(ckpt)
     with writing(out, "finished columns stay"):
         plan = _Plan(checkpoint, out, _stripes(out, stripe))
+        for folder in (out, *plan.roots):
+            _check_apart(folder, checkpoint.folder)
         plan.check_room()
         plan.check_tokenizer()
-        for folder in () if (out / MANIFEST).exists() else (out, *plan.roots):
-            folder.mkdir(parents=True, exist_ok=True)
-        with Shards() as shards, _locked([out, *plan.roots]):
-            return plan.run(open_sources(checkpoint, shards), min(jobs or default_jobs(), MAX_JOBS), progress)
+        folders = () if (out / MANIFEST).exists() else (out, *plan.roots)
+        made = [place for folder in folders for place in missing(folder)]
+        try:
+            for folder in folders:
+                folder.mkdir(parents=folder == out, exist_ok=True)       # of a stripe: a misspelt mount point is not made
+            with Shards() as shards, _locked([out, *plan.roots]):
+                return plan.run(open_sources(checkpoint, shards), min(jobs or default_jobs(), MAX_JOBS), progress)
+        except BaseException:
+            remove_empty(made)
+            raise
 
 
 class _Compression:
@@ -264,6 +272,13 @@ def _stripes(out: Path, given: Sequence[str | os.PathLike[str]]) -> tuple[str, .
     return found
 
 
+def _check_apart(folder: Path, checkpoint: Path) -> None:
+    """ConversionError if the folder is the checkpoint's, or lies in it: what reads or links checkpoints would take the store along."""
+    real, source = Path(os.path.realpath(folder)), Path(os.path.realpath(checkpoint))
+    if source in (real, *real.parents):
+        raise ConversionError(f"{folder} lies in the checkpoint {checkpoint}: give a folder of its own")
+
+
 @contextlib.contextmanager
 def _locked(folders: Sequence[Path]) -> Iterator[None]:
     """Hold the folders for one converter. The lock is the kernel's and writes nothing; it ends with the process."""
@@ -296,4 +311,4 @@ def _allocated(path: Path) -> int:
 
 
 def _bytes(count: int) -> str:
-    return f"{count} bytes ({count / 2**30:.1f} GiB)"
+    return f"{count} bytes" + (f" ({count / 2**30:.1f} GiB)" if count >= 1 << 30 else "")

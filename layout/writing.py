@@ -52,4 +52,7 @@ def writing(out: str | os.PathLike[str], left: str) -> Iterator[None]:
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise ConversionError(f"{text}choose a folder that this user may write to, or get the permission, and run the same "
                                   f"command again") from error
+        if error.errno == errno.ENOENT:
+            raise ConversionError(f"{text}is the drive mounted? Make the folder above it, or give another, and run the same command "
+                                  f"again") from error
         raise ConversionError(f"{text}run the same command again when the cause is removed") from error

@@ -179,3 +179,12 @@ def test_folders_that_were_there_stay(tmp_path):
     (tmp_path / "a" / "mine").touch()
     remove_empty(made)
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize("arguments", (("demo", "--tokens", "0"), ("demo", "--chunk", "-1"), ("demo", "--vocab-size", "0"),
+                                       ("synth", "x", "--seed", "-1"), ("synth", "x", "--encoding", "nvfp4"),
+                                       ("synth", "x", "--parts", "4")), ids=" ".join)
+def test_options_that_cannot_be_or_do_not_apply_are_refused(arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    answer = run(*arguments)
+    assert answer.exit_code == 2 and arguments[-2] in answer.output and not list(tmp_path.iterdir())

@@ -111,7 +111,7 @@ def test_more_streams_than_documents_are_told(built, engram):
 
 def test_record_of_a_command_without_a_store_says_so(tmp_path):
     answer = run("record", "-o", tmp_path / "t.trace", "--", sys.executable, "-c", "pass")
-    assert answer.exit_code == 0 and "nothing was recorded: the command opened no store" in answer.output
+    assert answer.exit_code == 1 and "nothing was recorded: the command opened no store" in answer.output
     assert run("record", "-o", tmp_path / "t.trace", "no-such-program-here").exit_code == 2
 
 
@@ -119,7 +119,10 @@ def test_mistakes_are_one_line(built, engram, tmp_path):
     (tmp_path / "bad.trace").write_bytes(b"no trace")
     for arguments, words in ((["stats", tmp_path / "bad.trace"], "is no trace"),
                              (["stats", built, "--store", engram.out, "--tokenizer", TOKENIZER], "a store brings its own"),
-                             (["replay", built, tmp_path], "manifest.json")):
+                             (["replay", built, tmp_path], "manifest.json"),
+                             (["build", __file__, "-o", tmp_path / "t.trace", "--tokenizer", tmp_path / "bad.trace"], "is no tokenizer"),
+                             (["build", __file__, "-o", tmp_path / "nowhere" / "t.trace"], "choose another -o")):
         answer = run(*arguments)
         assert answer.exit_code == 1 and words in answer.output and answer.output.count("\n") == 1, answer.output
     assert run("replay", built, engram.out, "--decode", 4, "--prefill", 4).exit_code == 2
+    assert run("replay", built, engram.out, "--slack-ms", 1).exit_code == 2

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -399,10 +400,24 @@ def test_a_file_system_that_locks_no_folders(ckpt, tmp_path, monkeypatch, caplog
 
 def test_no_space_is_said_with_numbers_before_the_first_byte(ckpt, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9 - 5000, 5000))
-    with pytest.raises(NoSpaceError, match=r"are needed there, 5000 bytes \(0\.0 GiB\) are free") as caught:
+    with pytest.raises(NoSpaceError, match=r"are needed there, 5000 bytes are free") as caught:
         convert(ckpt, tmp_path / "new" / "out")
     assert isinstance(caught.value, OSError) and "the store takes" in str(caught.value)
     assert not (tmp_path / "new").exists()
+
+
+def test_a_store_is_not_made_in_its_checkpoint_nor_below_what_is_not_mounted(ckpt, tmp_path):
+    """What is refused leaves no folder behind."""
+    before = sorted(tmp_path.rglob("*")), sorted(Path(ckpt).rglob("*"))
+    (tmp_path / "link").symlink_to(ckpt)
+    inside = Path(ckpt) / "deep" / "out"
+    for out, stripe in ((ckpt, ()), (inside, ()), (tmp_path / "link" / "out", ()), (tmp_path / "o", [inside])):
+        with pytest.raises(ConversionError, match="lies in the checkpoint"):
+            convert(ckpt, out, stripe)
+    (tmp_path / "link").unlink()
+    with pytest.raises(ConversionError, match=r"nowhere.*is the drive mounted"):
+        convert(ckpt, tmp_path / "out", [tmp_path / "s1", tmp_path / "nowhere" / "s2"])
+    assert (sorted(tmp_path.rglob("*")), sorted(Path(ckpt).rglob("*"))) == before
 
 
 def test_room_is_needed_only_for_what_is_left(ckpt, tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ssdgram.errors import TokenMapError
 from ssdgram.tools.text import Document
 from ssdgram.tools.trace import Trace
 
@@ -26,7 +27,10 @@ def build(tokenizer_path: Path, documents: Iterable[Document], limit: int) -> Tr
     """
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(tokenizer_path))
+    try:
+        tokenizer = Tokenizer.from_file(str(tokenizer_path))
+    except Exception as error:                               # tokenizers raises plain Exceptions
+        raise TokenMapError(f"{tokenizer_path} is no tokenizer: {error}; give the model's tokenizer.json") from error
     digest, used, total = hashlib.sha256(), Counter[str](), 0
     pieces: list[np.ndarray] = []
     waiting: list[Document] = []

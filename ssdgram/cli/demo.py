@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 import click
 import numpy as np
 
+from ssdgram.errors import ConfigError
 from ssdgram.machine import file_system
 
 if TYPE_CHECKING:
@@ -24,9 +26,10 @@ if TYPE_CHECKING:
 @click.option("--dir", "place", type=click.Path(path_type=Path, file_okay=False, exists=True),
               help="Where the folder of the demonstration is made (default: the temporary folder, if that is on a drive).")
 @click.option("--keep", is_flag=True, help="Leave checkpoint and store there.")
-@click.option("--vocab-size", default=100_000, show_default=True, help="Rows of a column, about; files take 26 kB times that.")
-@click.option("--tokens", default=16_384, show_default=True, help="Tokens of a phase.")
-@click.option("--chunk", default=256, show_default=True, help="Tokens of a step.")
+@click.option("--vocab-size", type=click.IntRange(1), default=100_000, show_default=True,
+              help="Rows of a column, about; files take 26 kB times that.")
+@click.option("--tokens", type=click.IntRange(1), default=16_384, show_default=True, help="Tokens of a phase.")
+@click.option("--chunk", type=click.IntRange(1), default=256, show_default=True, help="Tokens of a step.")
 @click.option("--dram", default="512MiB", show_default=True, help="The store's memory budget.")
 @click.option("--queue", default="auto", show_default=True, type=click.Choice(["auto", "uring", "threads"]))
 def demo(place: Path | None, keep: bool, vocab_size: int, tokens: int, chunk: int, dram: str, queue: str) -> None:
@@ -59,6 +62,8 @@ def _folder(place: Path | None, keep: bool) -> Iterator[Path]:
         place = Path(tempfile.gettempdir())
         if file_system(place)[0] in ("tmpfs", "ramfs"):
             place = Path.cwd()
+    if not os.access(place, os.W_OK):
+        raise ConfigError(f"{place} is no folder that this user may write to: choose another --dir")
     folder = Path(tempfile.mkdtemp(prefix="ssdgram-demo-", dir=place))
     try:
         yield folder

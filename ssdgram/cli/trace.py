@@ -39,12 +39,20 @@ def build(paths: tuple[Path, ...], tokenizer: Path | None, out: Path, tokens: in
     from ssdgram.tools.text import from_paths
     from ssdgram.tools.trace_build import build as build_trace
 
+    _check_place(out)
     made = build_trace(tokenizer or default_tokenizer(), from_paths(paths), tokens)
     if made.positions == 0:
         raise ConfigError(f"no text in {', '.join(map(str, paths))}: expected UTF-8 text files, or folders with some")
     made.save(out)
     click.echo(f"{out}: {made.positions} tokens of {len(made.lookback)} documents, {out.stat().st_size} bytes, "
                f"sha256 {made.sha256[:16]}, of the text {made.about['text_sha256'][:16]}")
+
+
+def _check_place(out: Path) -> None:
+    """ConfigError unless a file can be made there: said before there is anything to write."""
+    folder = out.absolute().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"{folder} is no folder that this user may write to: choose another -o")
 
 
 @trace.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -61,9 +69,7 @@ def record(command: tuple[str, ...], out: Path, tokens: int, keys: bool) -> None
     from ssdgram.store import VARIABLE
 
     wanted = f"{tokens}:{'keys' if keys else 'tokens'}:{out.absolute()}"
-    folder = out.absolute().parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ConfigError(f"{folder} is no folder that this user may write to: choose another -o")
+    _check_place(out)
     before = set(_recordings(out))
     try:
         status = subprocess.run(command, env={**os.environ, VARIABLE: wanted}).returncode
@@ -79,6 +85,7 @@ def record(command: tuple[str, ...], out: Path, tokens: int, keys: bool) -> None
             click.echo(f"{path}: {path.stat().st_size} bytes; next: ssdgram trace stats {shlex.quote(str(path))}")
     if not made:
         click.echo(f"{out}: nothing was recorded: the command opened no store", err=True)
+        status = status or 1
     if status:
         raise click.exceptions.Exit(status if status > 0 else 128 - status)
 
@@ -123,10 +130,11 @@ def _show(figures: Mapping[str, Any]) -> None:
     console.print(f"trace of {kind}: {figures['positions']:,} positions in {figures['sequences']:,} sequences, "
                   f"sha256 {figures['sha256'][:16]}", soft_wrap=True)
     table = Table("n-gram order", "requests", "distinct", "asked for again", title="Reuse, one layer")
-    for order, of in figures["orders"].items():
-        table.add_row(str(order), f"{of['requests']:,}", f"{of['distinct']:,}", f"{of['again']:.1%}")
+    for ngram, of in figures["orders"].items():
+        table.add_row(str(ngram), f"{of['requests']:,}", f"{of['distinct']:,}", f"{of['again']:.1%}")
     console.print(table)
-    table = Table("share of the possible hits", "bundles", "MiB", "hit rate", title="Working set, one layer, an LRU cache")
+    order = "as recorded" if figures["recorded"] else "64 decode streams"
+    table = Table("share of the possible hits", "bundles", "MiB", "hit rate", title=f"Working set, one layer, an LRU cache, {order}")
     for row in figures["working_set"]:
         size = f"{row['bytes'] / 2**20:,.1f}" if "bytes" in row else "-"
         table.add_row(f"{row['share']:.0%}", f"{row['bundles']:,}", size, f"{row['hit_rate']:.3f}")
@@ -140,7 +148,7 @@ def _show(figures: Mapping[str, Any]) -> None:
     console.print(f"prefix cache (blocks of {prefix['block']}): {prefix['covered']:.1%} of the positions begin as an earlier sequence "
                   f"did ({prefix['sequences']:,} sequences); an engine that keeps prefixes never asks for these", soft_wrap=True)
     table = Table("row cache, bundles", "hit rate, all positions", "behind a prefix cache", "of the reuse gone",
-                  title="Row cache with and without prefix cache")
+                  title="Row cache with and without prefix cache, each sequence a batch")
     for row in prefix["row_cache"]:
         table.add_row(f"{row['bundles']:,}", f"{row['all']:.3f}", f"{row['behind_prefix_cache']:.3f}", f"{row['reuse_gone']:.1%}")
     console.print(table)
@@ -154,7 +162,7 @@ def _show(figures: Mapping[str, Any]) -> None:
 @click.option("--prefill", "chunk", type=click.IntRange(1), help="Instead: chunks of so many tokens.")
 @click.option("--warm", type=click.FloatRange(0, 0.99), default=0.5, show_default=True,
               help="Share of the batches that are served first, as fast as they come, and not reported.")
-@click.option("--batches", type=click.IntRange(1), help="Report at most so many.")
+@click.option("--batches", type=click.IntRange(1), help="Report at most so many; those that warm the cache come on top.")
 @click.option("--step-ms", type=click.FloatRange(0), help="A step without stalls takes so long; default: no pace.")
 @click.option("--slack-ms", "slacks", type=click.FloatRange(0), multiple=True,
               help="From a step's beginning to where a layer wants its rows; once a layer [default: by layer number, of 40 layers].")
@@ -169,6 +177,8 @@ def replay(path: Path, store: Path, dram: str, streams: int | None, chunk: int |
     from ssdgram.tools.trace_replay import Pace
     from ssdgram.tools.trace_replay import replay as drive
 
+    if slacks and step_ms is None:
+        raise click.UsageError("--slack-ms is of paced steps: give --step-ms, too")
     loaded = Trace.load(path)
     with ssdgram.open(store, dram=dram, queue=queue) as opened:
         shape, name = _shaped(loaded, streams, chunk, opened.geometry.orders)
@@ -178,6 +188,8 @@ def replay(path: Path, store: Path, dram: str, streams: int | None, chunk: int |
         if step_ms is not None:
             wanted = slacks or tuple(step_ms * min(1.0, layer / 40) for layer in opened.layers)
             pace = Pace(step_ms / 1e3, tuple(slack / 1e3 for slack in wanted))
+        if not as_json:
+            click.echo(f"{first} batches warm the cache (--warm), {stop - first} are reported", err=True)
         drive(opened, shape.part(0, first), None, ahead)
         done = drive(opened, shape.part(first, stop), pace, ahead).summary()
     if as_json:
