@@ -57,7 +57,8 @@ def read_whole_header(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], 
                 raise CheckpointError(f"{path}: {file_size} bytes, too short for a safetensors file (8 bytes of header length)")
             length = int.from_bytes(file.read(8), "little")
             if length > MAX_HEADER_BYTES:
-                raise CheckpointError(f"{path}: header of {length} bytes, more than the {MAX_HEADER_BYTES} allowed")
+                raise CheckpointError(f"{path}: header of {length} bytes, more than the {MAX_HEADER_BYTES} allowed: damaged, or "
+                                      f"another format")
             if length > file_size - 8:
                 raise CheckpointError(f"{path}: header of {length} bytes in a file of {file_size}: truncated, or another format")
             text = file.read(length)

@@ -25,8 +25,12 @@ def convert(ckpt: Path, out: Path, stripes: tuple[Path, ...], jobs: int | None) 
     from ssdgram.layout.convert import convert as run
 
     start, finished = time.monotonic(), finish_of(out)
-    with byte_bar("converting") as progress:
-        manifest = run(ckpt, out, stripes, jobs, progress)
+    try:
+        with byte_bar("converting") as progress:
+            manifest = run(ckpt, out, stripes, jobs, progress)
+    except KeyboardInterrupt:
+        click.echo("interrupted: run the same command again, it goes on behind the finished columns", err=True)
+        raise click.exceptions.Exit(130) from None
     seconds = time.monotonic() - start
     kept = finished is not None and finish_of(out) == finished
     click.echo(f"{out}: {len(manifest.files)} columns, {manifest.size / 2**30:.2f} GiB, generation {manifest.generation:016x}, "

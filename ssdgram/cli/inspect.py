@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ssdgram.errors import SSDGramError
+
 if TYPE_CHECKING:
+    import numpy as np
+
     from ssdgram.geometry import Geometry
     from ssdgram.layout.inspect import CheckpointInfo, StoreInfo
 
@@ -21,19 +25,25 @@ if TYPE_CHECKING:
 @click.option("--row", type=click.IntRange(0), default=0, show_default=True, help="Number of the decoded row in its column.")
 def inspect(path: Path, stripes: tuple[Path, ...], layer: int | None, column: int, row: int) -> None:
     """Print what is in PATH: a store, or a checkpoint that is not converted yet."""
-    from ssdgram.layout.inspect import StoreInfo, describe
+    from ssdgram.layout.inspect import StoreInfo, describe, read_row
 
     info = describe(path, stripes or None)
     if not isinstance(info, StoreInfo):
         _print_checkpoint(info)
         _print_geometry(info.geometry)
         return
-    _print_store(info)
-    _print_geometry(info.geometry)
+    wanted = info.geometry.layers[0] if layer is None else layer
     try:
-        _print_row(info, info.geometry.layers[0] if layer is None else layer, column, row)
+        packed = read_row(info, wanted, column, row)         # before anything is printed
+    except SSDGramError:
+        _print_store(info)
+        _print_geometry(info.geometry)
+        raise
     except ValueError as error:
         raise click.BadParameter(str(error)) from error
+    _print_store(info)
+    _print_geometry(info.geometry)
+    _print_row(info, wanted, column, row, packed)
 
 
 def _line(label: str, text: str) -> None:
@@ -68,10 +78,9 @@ def _print_store(info: StoreInfo) -> None:
         _line(f"stripe {number}", f"{root}: {len(held)} files, {_size(sum(file.size for file in held))}")
 
 
-def _print_row(info: StoreInfo, layer: int, column: int, row: int) -> None:
-    from ssdgram.layout.inspect import decoded, read_row
+def _print_row(info: StoreInfo, layer: int, column: int, row: int, packed: np.ndarray) -> None:
+    from ssdgram.layout.inspect import decoded
 
-    packed = read_row(info, layer, column, row)
     order, head = divmod(column, info.geometry.heads)
     values = [f"{value:.6g}" for value in decoded(info, layer, packed)]
     _line(f"row {row}", f"of layer {layer}, column {column} ({order + 2}-gram, head {head}): its check is right")
