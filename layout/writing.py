@@ -27,8 +27,8 @@ def missing(folder: Path) -> list[Path]:
 
 
 def remove_empty(folders: list[Path]) -> None:
-    """Remove those of the folders that are there and empty."""
-    for folder in folders:
+    """Remove those of the folders that are there and empty, the innermost first."""
+    for folder in sorted(folders, key=lambda folder: len(folder.parts), reverse=True):
         with contextlib.suppress(OSError):                   # not made, or not empty
             folder.rmdir()
 

@@ -416,7 +416,7 @@ def test_a_store_is_not_made_in_its_checkpoint_nor_below_what_is_not_mounted(ckp
             convert(ckpt, out, stripe)
     (tmp_path / "link").unlink()
     with pytest.raises(ConversionError, match=r"nowhere.*is the drive mounted"):
-        convert(ckpt, tmp_path / "out", [tmp_path / "s1", tmp_path / "nowhere" / "s2"])
+        convert(ckpt, tmp_path / "deep" / "out", [tmp_path / "deep" / "out" / "s1", tmp_path / "nowhere" / "s2"])
     assert (sorted(tmp_path.rglob("*")), sorted(Path(ckpt).rglob("*"))) == before
 
 
