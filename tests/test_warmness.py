@@ -241,7 +241,10 @@ def test_every_cpu_placement_is_measured_and_the_others_are_said_not_to_be(resul
     for warmness in sizes.WARMNESS:
         batches = (8, 64) if warmness == "mixed" else (1, 8, 64)                 # one position has no halves
         assert {("ssdgram", warmness, tokens) for tokens in batches} <= measured, [c for c in result["cells"] if c["status"] != "ok"]
-    assert {("ssd-mmap", "cold", 64), ("ssd-pread", "cold", 64), ("ssd-pread", "warm", 8), ("dram-copy", "steady", 64)} <= measured
+    lost = {(cell["placement"], cell["warmness"], cell["tokens"]) for cell in result["cells"]
+            if cell["status"] == "refused" and "too little memory to keep the files" in cell["why"]}         # other tests need it meanwhile
+    assert {("ssd-mmap", "cold", 64), ("ssd-pread", "cold", 64), ("ssd-pread", "warm", 8), ("dram-copy", "steady", 64)} <= measured | lost
+    assert {warmness for _, warmness, _ in lost} <= {"warm"}
 
 
 def test_warm_and_cold_are_what_they_say(result):
