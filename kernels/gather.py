@@ -270,7 +270,7 @@ class Gather:
             self._check_size(tokens)
             plan = self._keep((mode, tokens), tokens, mode, SLOTS, torch.bfloat16 if mode == "rows" else torch.uint8, 1, None, False)
         launch, programs = plan
-        launch.at(programs, source, out, out, counter, done, out, dram, hbm, ticket, tokens, self._global_scale)
+        launch.at((programs, 1, 1), source, out, out, counter, done, out, dram, hbm, ticket, tokens, self._global_scale)
 
     def _plan(self, key: tuple[Any, ...], source: torch.Tensor, out: torch.Tensor, mode: str, scales: torch.Tensor | None,
               counter: torch.Tensor | None, done: torch.Tensor | None, ticket: int, tile: Tile | None,

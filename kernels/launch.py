@@ -99,19 +99,16 @@ class Launch:
         if self._interpreted:
             self.kernel[size](*arguments, **self.constants)
             return
+        x, y, z = size + (1,) * (3 - len(size))
+        self.at((x, y, z), *[address(word) if isinstance(word, torch.Tensor) else word for word in arguments])
+
+    def at(self, grid: tuple[int, int, int], *words: Any) -> None:
+        """As a call, with an address (int) for each tensor; what lies there is the caller's word: nothing is looked at. Not interpreted."""
         device = torch.cuda.current_device()
         compiled = self._compiled.get(device)
         if compiled is None:
             compiled = self.load(device)
-        x, y, z = size + (1,) * (3 - len(size))
-        words = [address(word) if isinstance(word, torch.Tensor) else word for word in arguments]
-        compiled.run(x, y, z, raw_stream(device), compiled.function, compiled.packed_metadata, None, None, None, *words, *self._tail)
-
-    def at(self, programs: int, *words: Any) -> None:
-        """As a call, with an address (int) for each tensor; what lies there is the caller's word: nothing is looked at. Not interpreted."""
-        device = torch.cuda.current_device()
-        compiled = self._compiled.get(device) or self.load(device)
-        compiled.run(programs, 1, 1, raw_stream(device), compiled.function, compiled.packed_metadata, None, None, None, *words, *self._tail)
+        compiled.run(*grid, raw_stream(device), compiled.function, compiled.packed_metadata, None, None, None, *words, *self._tail)
 
     def compile(self, capability: int) -> Any:
         """Compile for a compute capability (90: H100, H200) without a GPU: what Triton made, with `asm`; not for launching."""

@@ -274,8 +274,7 @@ def _stripes(out: Path, given: Sequence[str | os.PathLike[str]]) -> tuple[str, .
 
 def _check_apart(folder: Path, checkpoint: Path) -> None:
     """ConversionError if the folder is the checkpoint's, or lies in it: what reads or links checkpoints would take the store along."""
-    real, source = Path(os.path.realpath(folder)), Path(os.path.realpath(checkpoint))
-    if source in (real, *real.parents):
+    if Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(checkpoint)):
         raise ConversionError(f"{folder} lies in the checkpoint {checkpoint}: give a folder of its own")
 
 

@@ -12,13 +12,19 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from ssdgram.errors import ConversionError, NoSpaceError, SSDGramError
+from ssdgram.errors import ConfigError, ConversionError, NoSpaceError, SSDGramError
 
 
 def check_place(folder: Path) -> None:
     """ConversionError if something that is no folder has the name of a folder that is to be written to."""
     if folder.exists() and not folder.is_dir():
         raise ConversionError(f"{folder} is a file: expected a folder, or a name that is free; give another")
+
+
+def check_writable(folder: Path, option: str) -> None:
+    """ConfigError naming the option, unless this user can make files in the folder: said before there is anything to write."""
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"{folder} is no folder that this user may write to: choose another {option}")
 
 
 def missing(folder: Path) -> list[Path]:

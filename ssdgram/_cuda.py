@@ -274,14 +274,12 @@ class CudaSide:
         with self.current():
             result = self.checked_output(out, shape, dtype)
             self._launch(batch, index, mode, result.data_ptr())
-        batch._store._served_bytes += len(batch) * shape[1] * batch._store.row_bytes
         return result
 
     def rows_to(self, batch: Batch, index: int, place: int) -> None:
         """As `run`, the rows to the address `place`: for who has checked what lies there."""
         with self.current():
             self._launch(batch, index, "rows", place)
-        batch._store._served_bytes += len(batch) * len(batch._store.columns) * batch._store.row_bytes
 
     @staticmethod
     def output_of(store: Store, positions: int, mode: str) -> tuple[tuple[int, int, int], torch.dtype]:
@@ -310,6 +308,7 @@ class CudaSide:
             if int(batch._store._plan.gpu_words[line]) < number:
                 self._expected[line] = number - 1            # nobody will store that number: nothing is to be waited for
             raise
+        batch._store._served_bytes += tokens * len(batch._store.columns) * batch._store.row_bytes
 
     def checked_output(self, out: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """`out`, or a new tensor; ConfigError if `out` cannot take the result."""

@@ -221,3 +221,22 @@ def test_a_graph_is_launched_on_its_devices_stream_or_by_torch(monkeypatch, curr
     else:
         graph.replay()
     assert launched == [(77, 500) if raw and current == 0 else "torch"]
+
+
+def test_a_gather_by_addresses_launches_what_one_by_tensors_does(monkeypatch):
+    pytest.importorskip("triton")
+    from ssdgram.kernels import gather, launch
+
+    slots, out = torch.zeros(64, 3, dtype=torch.int32), torch.zeros(64, 24, 256, dtype=torch.bfloat16)
+    counter, word = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(launch, "raw_stream", lambda device: 7)
+    monkeypatch.setattr(launch, "address", lambda tensor: tensor.data_ptr())
+    launched = []
+    made = gather.Gather(gather.Bundles((8, 8, 8)))
+    variant = made.launch("rows", gather.SLOTS, torch.bfloat16, 1, gather.tile_for(64))
+    variant._interpreted = False
+    variant._compiled[0] = types.SimpleNamespace(function=1, packed_metadata=2, run=lambda *arguments: launched.append(arguments))
+    made(slots, out, dram=9, hbm=8, counter=counter, done=word, ticket=5)
+    made.at(64, slots.data_ptr(), out.data_ptr(), mode="rows", dram=9, hbm=8, counter=counter.data_ptr(), done=word.data_ptr(), ticket=5)
+    assert len(launched) == 2 and launched[0] == launched[1]

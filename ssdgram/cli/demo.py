@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 import numpy as np
 
-from ssdgram.errors import ConfigError
+from ssdgram.layout.writing import check_writable
 from ssdgram.machine import file_system
 
 if TYPE_CHECKING:
@@ -62,8 +61,7 @@ def _folder(place: Path | None, keep: bool) -> Iterator[Path]:
         place = Path(tempfile.gettempdir())
         if file_system(place)[0] in ("tmpfs", "ramfs"):
             place = Path.cwd()
-    if not os.access(place, os.W_OK):
-        raise ConfigError(f"{place} is no folder that this user may write to: choose another --dir")
+    check_writable(place, "--dir")
     folder = Path(tempfile.mkdtemp(prefix="ssdgram-demo-", dir=place))
     try:
         yield folder

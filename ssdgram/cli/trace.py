@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ssdgram.errors import ConfigError
+from ssdgram.layout.writing import check_writable
 
 if TYPE_CHECKING:
     from ssdgram.tools.trace import Trace
@@ -39,20 +40,13 @@ def build(paths: tuple[Path, ...], tokenizer: Path | None, out: Path, tokens: in
     from ssdgram.tools.text import from_paths
     from ssdgram.tools.trace_build import build as build_trace
 
-    _check_place(out)
+    check_writable(out.absolute().parent, "-o")
     made = build_trace(tokenizer or default_tokenizer(), from_paths(paths), tokens)
     if made.positions == 0:
         raise ConfigError(f"no text in {', '.join(map(str, paths))}: expected UTF-8 text files, or folders with some")
     made.save(out)
     click.echo(f"{out}: {made.positions} tokens of {len(made.lookback)} documents, {out.stat().st_size} bytes, "
                f"sha256 {made.sha256[:16]}, of the text {made.about['text_sha256'][:16]}")
-
-
-def _check_place(out: Path) -> None:
-    """ConfigError unless a file can be made there: said before there is anything to write."""
-    folder = out.absolute().parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ConfigError(f"{folder} is no folder that this user may write to: choose another -o")
 
 
 @trace.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -69,7 +63,7 @@ def record(command: tuple[str, ...], out: Path, tokens: int, keys: bool) -> None
     from ssdgram.store import VARIABLE
 
     wanted = f"{tokens}:{'keys' if keys else 'tokens'}:{out.absolute()}"
-    _check_place(out)
+    check_writable(out.absolute().parent, "-o")
     before = set(_recordings(out))
     try:
         status = subprocess.run(command, env={**os.environ, VARIABLE: wanted}).returncode
@@ -125,6 +119,8 @@ def _show(figures: Mapping[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from ssdgram.tools.trace_stats import ORDER_STREAMS
+
     console = Console(highlight=False)
     kind = f"{'a recording' if figures['recorded'] else 'documents'}, {figures['kind']}"
     console.print(f"trace of {kind}: {figures['positions']:,} positions in {figures['sequences']:,} sequences, "
@@ -133,7 +129,7 @@ def _show(figures: Mapping[str, Any]) -> None:
     for ngram, of in figures["orders"].items():
         table.add_row(str(ngram), f"{of['requests']:,}", f"{of['distinct']:,}", f"{of['again']:.1%}")
     console.print(table)
-    order = "as recorded" if figures["recorded"] else "64 decode streams"
+    order = "as recorded" if figures["recorded"] else f"{ORDER_STREAMS} decode streams"
     table = Table("share of the possible hits", "bundles", "MiB", "hit rate", title=f"Working set, one layer, an LRU cache, {order}")
     for row in figures["working_set"]:
         size = f"{row['bytes'] / 2**20:,.1f}" if "bytes" in row else "-"
