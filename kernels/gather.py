@@ -99,11 +99,78 @@ def scale_value(byte, RULE: tl.constexpr = 0):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def store_rows(bundle, head, heads, there, inside, place, out, out_scales, global_scale,  # type: ignore[no-untyped-def]
+               BLOCK: tl.constexpr, DIM: tl.constexpr, CODE_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr, MODE: tl.constexpr,
+               ENCODING: tl.constexpr, CODE_P2: tl.constexpr, SCALE_P2: tl.constexpr, RULE: tl.constexpr):
+    """Rows of bundles to rows of `out`. All [BLOCK]: bundle its first byte, heads how many rows it has, head which one, place the row
+    of `out`; not `there`: zeros, not `inside`: nothing."""
+    codes_at = bundle + head * CODE_BYTES
+    scales_at = bundle + (heads * CODE_BYTES + head * SCALE_BYTES)
+    if ENCODING == 0:
+        if MODE != 1:
+            # the codes of a row as one run: a warp asks for 512 bytes in a row, whole lines, which PCIe is charged by
+            lane = tl.arange(0, SCALE_P2 * 32)
+            block = tl.arange(0, SCALE_P2)
+            codes = tl.load(codes_at[:, None] + lane[None, :], mask=there[:, None] & (lane < DIM)[None, :], other=0)
+            if SCALE_BYTES == 8 and CODE_BYTES % 8 == 0:                 # one word holds the scales of a row
+                word = tl.load(tl.multiple_of(scales_at, 8).to(tl.pointer_type(tl.int64)), mask=there, other=0)
+                scales = (word[:, None] >> (block * 8)[None, :].to(tl.int64)).to(tl.uint8)
+            else:
+                scales = tl.load(scales_at[:, None] + block[None, :], other=0,
+                                 mask=there[:, None] & (block < SCALE_BYTES)[None, :])
+            written = inside[:, None] & (lane < DIM)[None, :]
+            if MODE == 0:
+                values = tl.reshape(codes, [BLOCK, SCALE_P2, 32]).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+                values = tl.reshape(values * scale_value(scales, RULE)[:, :, None], [BLOCK, SCALE_P2 * 32])
+                tl.store(out + (place * DIM)[:, None] + lane[None, :], values.to(out.dtype.element_ty), mask=written)
+            else:
+                tl.store(out + (place * DIM)[:, None] + lane[None, :], codes, mask=written)
+                tl.store(out_scales + (place * SCALE_BYTES)[:, None] + block[None, :], scales,
+                         mask=inside[:, None] & (block < SCALE_BYTES)[None, :])
+    if ENCODING == 2 and MODE == 0:
+        lane = tl.arange(0, CODE_P2)
+        wanted = there[:, None] & (lane < CODE_BYTES)[None, :]
+        codes = tl.load(codes_at[:, None] + lane[None, :], mask=wanted, other=0)
+        values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32) * global_scale
+        tl.store(out + (place * DIM)[:, None] + lane[None, :], values.to(out.dtype.element_ty),
+                 mask=inside[:, None] & (lane < CODE_BYTES)[None, :])
+    if MODE == 1 or ENCODING == 1:                       # bytes as they are; bf16 rows are their own bytes
+        lane = tl.arange(0, CODE_P2)
+        ROW_BYTES: tl.constexpr = CODE_BYTES + SCALE_BYTES
+        wanted = there[:, None] & (lane < CODE_BYTES)[None, :]
+        codes = tl.load(codes_at[:, None] + lane[None, :], mask=wanted, other=0)
+        tl.store(out + (place * ROW_BYTES)[:, None] + lane[None, :], codes,
+                 mask=inside[:, None] & (lane < CODE_BYTES)[None, :])
+        if SCALE_BYTES > 0:
+            lane = tl.arange(0, SCALE_P2)
+            wanted = there[:, None] & (lane < SCALE_BYTES)[None, :]
+            scales = tl.load(scales_at[:, None] + lane[None, :], mask=wanted, other=0)
+            tl.store(out + (place * ROW_BYTES + CODE_BYTES)[:, None] + lane[None, :], scales,
+                     mask=inside[:, None] & (lane < SCALE_BYTES)[None, :])
+
+
+@triton.jit
 def store_done(done, ticket_word, ticket, TICKET: tl.constexpr):  # type: ignore[no-untyped-def]
     """Store the ticket (TICKET 1: the number `ticket`; 2: the number that the word `ticket_word` holds) into `done`."""
     if TICKET == 2:
         ticket = tl.load(ticket_word, volatile=True)
     tl.store(done, ticket, cache_modifier=".wt")             # one writer: no atomic, which PCIe may not offer
+
+
+@triton.jit
+def end_launch(counter, done, ticket_word, ticket, TICKET: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A program's end: the last one stores the ticket into `done`, for all bundles were read. Whether this is the last.
+
+    What a program loaded it has stored (or scaled) before, so its loads have returned; the barrier says so for all warps. The order of
+    the stores does not matter, so no fence is paid for: they belong to the stream, not to the word.
+    """
+    tl.debug_barrier()
+    before = tl.atomic_add(counter, 1, sem="relaxed", scope="gpu")
+    last = before == tl.num_programs(0) - 1
+    if last:
+        tl.atomic_xchg(counter, 0, sem="relaxed", scope="gpu")
+        store_done(done, ticket_word, ticket, TICKET)
+    return last
 
 
 @triton.jit(do_not_specialize=["tokens", "ticket", "dram", "hbm", "global_scale"],
@@ -135,59 +202,11 @@ def gather_kernel(source, out, out_scales, counter, done, ticket_word, dram: tl.
             start += (HEADS >> (8 * o)) & 255
         base = bundle_base(source, token * ORDERS + order, inside, dram, hbm, STRIDE, KIND)
         there = base != 0
-        place = row.to(tl.int64)
         bundle = tl.multiple_of(base.to(tl.pointer_type(tl.uint8)), 64)
-        codes_at = bundle + head * CODE_BYTES
-        scales_at = bundle + (heads * CODE_BYTES + head * SCALE_BYTES)
-        if ENCODING == 0:
-            if MODE != 1:
-                # the codes of a row as one run: a warp asks for 512 bytes in a row, whole lines, which PCIe is charged by
-                lane = tl.arange(0, SCALE_P2 * 32)
-                block = tl.arange(0, SCALE_P2)
-                codes = tl.load(codes_at[:, None] + lane[None, :], mask=there[:, None] & (lane < DIM)[None, :], other=0)
-                if SCALE_BYTES == 8 and CODE_BYTES % 8 == 0:                 # one word holds the scales of a row
-                    word = tl.load(tl.multiple_of(scales_at, 8).to(tl.pointer_type(tl.int64)), mask=there, other=0)
-                    scales = (word[:, None] >> (block * 8)[None, :].to(tl.int64)).to(tl.uint8)
-                else:
-                    scales = tl.load(scales_at[:, None] + block[None, :], other=0,
-                                     mask=there[:, None] & (block < SCALE_BYTES)[None, :])
-                written = inside[:, None] & (lane < DIM)[None, :]
-                if MODE == 0:
-                    values = tl.reshape(codes, [BLOCK, SCALE_P2, 32]).to(tl.float8e4nv, bitcast=True).to(tl.float32)
-                    values = tl.reshape(values * scale_value(scales, RULE)[:, :, None], [BLOCK, SCALE_P2 * 32])
-                    tl.store(out + (place * DIM)[:, None] + lane[None, :], values.to(out.dtype.element_ty), mask=written)
-                else:
-                    tl.store(out + (place * DIM)[:, None] + lane[None, :], codes, mask=written)
-                    tl.store(out_scales + (place * SCALE_BYTES)[:, None] + block[None, :], scales,
-                             mask=inside[:, None] & (block < SCALE_BYTES)[None, :])
-        if ENCODING == 2 and MODE == 0:
-            lane = tl.arange(0, CODE_P2)
-            wanted = there[:, None] & (lane < CODE_BYTES)[None, :]
-            codes = tl.load(codes_at[:, None] + lane[None, :], mask=wanted, other=0)
-            values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32) * global_scale
-            tl.store(out + (place * DIM)[:, None] + lane[None, :], values.to(out.dtype.element_ty),
-                     mask=inside[:, None] & (lane < CODE_BYTES)[None, :])
-        if MODE == 1 or ENCODING == 1:                       # bytes as they are; bf16 rows are their own bytes
-            lane = tl.arange(0, CODE_P2)
-            ROW_BYTES: tl.constexpr = CODE_BYTES + SCALE_BYTES
-            wanted = there[:, None] & (lane < CODE_BYTES)[None, :]
-            codes = tl.load(codes_at[:, None] + lane[None, :], mask=wanted, other=0)
-            tl.store(out + (place * ROW_BYTES)[:, None] + lane[None, :], codes,
-                     mask=inside[:, None] & (lane < CODE_BYTES)[None, :])
-            if SCALE_BYTES > 0:
-                lane = tl.arange(0, SCALE_P2)
-                wanted = there[:, None] & (lane < SCALE_BYTES)[None, :]
-                scales = tl.load(scales_at[:, None] + lane[None, :], mask=wanted, other=0)
-                tl.store(out + (place * ROW_BYTES + CODE_BYTES)[:, None] + lane[None, :], scales,
-                         mask=inside[:, None] & (lane < SCALE_BYTES)[None, :])
+        store_rows(bundle, head, heads, there, inside, row.to(tl.int64), out, out_scales, global_scale, BLOCK, DIM, CODE_BYTES, SCALE_BYTES,
+                   MODE, ENCODING, CODE_P2, SCALE_P2, RULE)
     if TICKET > 0:
-        # What was loaded was stored (or scaled) above, so these loads have returned; the barrier says so for all warps. The
-        # order of the stores does not matter, so no fence is paid for: they belong to the stream, not to the word.
-        tl.debug_barrier()
-        before = tl.atomic_add(counter, 1, sem="relaxed", scope="gpu")
-        if before == tl.num_programs(0) - 1:                 # ... and so have all other programs
-            tl.atomic_xchg(counter, 0, sem="relaxed", scope="gpu")
-            store_done(done, ticket_word, ticket, TICKET)
+        end_launch(counter, done, ticket_word, ticket, TICKET)
 
 
 @triton.jit(do_not_specialize=["ticket"], do_not_specialize_on_alignment=["done", "ticket_word"])

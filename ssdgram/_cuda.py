@@ -34,6 +34,7 @@ from ssdgram.sequence import Mark
 
 if TYPE_CHECKING:
     from ssdgram.batch import Batch
+    from ssdgram.kernels.distinct import Distinct
     from ssdgram.sequence import Sequence
     from ssdgram.store import Store
 
@@ -273,13 +274,13 @@ class CudaSide:
         shape, dtype = self.output_of(batch._store, len(batch), mode)
         with self.current():
             result = self.checked_output(out, shape, dtype)
-            self._launch(batch, index, mode, result.data_ptr())
+            self._launch(batch, index, mode, result.data_ptr(), self.gathers[index])
         return result
 
-    def rows_to(self, batch: Batch, index: int, place: int) -> None:
-        """As `run`, the rows to the address `place`: for who has checked what lies there."""
+    def rows_to(self, batch: Batch, index: int, place: int, gather: Gather | Distinct | None = None) -> None:
+        """As `run`, the rows to the address `place`: for who has checked what lies there. `gather`: another one than the store's."""
         with self.current():
-            self._launch(batch, index, "rows", place)
+            self._launch(batch, index, "rows", place, gather or self.gathers[index])
 
     @staticmethod
     def output_of(store: Store, positions: int, mode: str) -> tuple[tuple[int, int, int], torch.dtype]:
@@ -288,7 +289,7 @@ class CudaSide:
             return (positions, len(store.columns), store.dim), torch.bfloat16
         return (positions, len(store.columns), store.row_bytes), torch.uint8
 
-    def _launch(self, batch: Batch, index: int, mode: str, place: int) -> None:
+    def _launch(self, batch: Batch, index: int, mode: str, place: int, gather: Gather | Distinct) -> None:
         tokens, orders = batch._slots.shape[1:]
         if tokens == 0:
             return
@@ -301,8 +302,8 @@ class CudaSide:
         word, number = self._words_at + 8 * line, int(self._expected[line]) + 1
         self._word[line], self._expected[line] = word, number
         try:
-            self.gathers[index].at(tokens, batch._device_slots.data_ptr() + 4 * index * tokens * orders, place, mode=mode, dram=self.slab,
-                                   hbm=self._hbm_base, counter=self._counters_at + 4 * line, done=word, ticket=number)
+            gather.at(tokens, batch._device_slots.data_ptr() + 4 * index * tokens * orders, place, mode=mode, dram=self.slab,
+                      hbm=self._hbm_base, counter=self._counters_at + 4 * line, done=word, ticket=number)
         except BaseException:                                # Ctrl-C may come before the launch, and behind it
             self.drain()
             if int(batch._store._plan.gpu_words[line]) < number:

@@ -17,6 +17,7 @@ until the planner has looked at the words of all that was loaded, whether or not
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,18 +28,22 @@ from ssdgram.errors import BatchTooLargeError, ConfigError, ReadTimeoutError
 
 if TYPE_CHECKING:
     from ssdgram.batch import Batch
+    from ssdgram.kernels.distinct import Distinct
+    from ssdgram.kernels.gather import Gather
     from ssdgram.store import Store
 
 
 class Frame:
-    """Made by `Store.frame`. `tokens`: the most positions that a loaded batch may have."""
+    """Made by `Store.frame`. `tokens`: the most positions that a loaded batch may have. `gathers`: of each layer, others than the
+    store's."""
 
-    def __init__(self, store: Store, tokens: int) -> None:
+    def __init__(self, store: Store, tokens: int, gathers: Sequence[Gather | Distinct] | None = None) -> None:
         if store._cuda is None:
             raise ConfigError("a frame holds addresses for a GPU: open the store with device='cuda'")
         if tokens < 1:
             raise ConfigError(f"tokens is {tokens}: expected the most tokens of a step, 1 or more")
         self._store, self._cuda, self.tokens = store, store._cuda, int(tokens)
+        self._gathers = self._cuda.gathers if gathers is None else gathers           # of each layer
         layers, orders = len(store.layers), store.geometry.orders
         self._slots = torch.full((layers, tokens, orders), -1, dtype=torch.int32).pin_memory()
         self._numbers = torch.zeros(layers, dtype=torch.int64).pin_memory()          # what the gathers store next
@@ -68,9 +73,9 @@ class Frame:
         shape, dtype = self._cuda.output_of(store, self.tokens, mode)
         result = self._cuda.checked_output(out, shape, dtype)
         self._used[index] = 1
-        self._cuda.gathers[index](self._slots[index], result, mode=mode, dram=self._cuda.slab, hbm=self._cuda.hbm.data_ptr(),
-                                  counter=self._counters[index:index + 1], done=self._words[index:index + 1],
-                                  ticket=self._numbers[index:index + 1])
+        self._gathers[index](self._slots[index], result, mode=mode, dram=self._cuda.slab, hbm=self._cuda.hbm.data_ptr(),
+                             counter=self._counters[index:index + 1], done=self._words[index:index + 1],
+                             ticket=self._numbers[index:index + 1])
         return result
 
     @property

@@ -205,23 +205,26 @@ def flatten(sequences: list[Sequence], n: int) -> tuple[np.ndarray, np.ndarray, 
 
 
 def pieces(sequence: Sequence, n: int, sizes: tuple[int, ...]) -> Iterator[Sequence]:
-    """The sequence cut into parts of those many flat positions (the last size again and again), each with what it looks back at; their
+    """The sequence cut into parts of those many output positions (the last size again and again), each with what it looks back at; their
     rows are, one part behind the other, those of the whole. Tokens that are not on the host are not cut. A part is cut when it is
     asked for."""
-    if sequence.fill is not None or sequence.device_tokens is not None or len(sequence.flat_tokens) <= sizes[0]:
+    count = len(sequence)
+    if sequence.fill is not None or sequence.device_tokens is not None or count <= sizes[0]:
         yield sequence
         return
     tokens, flags, _ = flatten([sequence], n)
-    start = 0
+    outputs, start, done = np.flatnonzero(flags & OUTPUT), 0, 0
     for size in itertools.chain(sizes, itertools.repeat(sizes[-1])):
-        if start >= len(tokens):
+        if done == count:
             return
-        first, stop = max(0, start - (n - 1)), start + size
+        size = min(size, count - done)
+        stop = int(outputs[done + size - 1]) + 1
+        first = max(0, start - (n - 1))
         part = Sequence.of_flat(tokens[first:stop], flags[first:stop])
         part.flat_flags[:start - first] &= ~np.uint8(OUTPUT)
-        part._length = int(np.count_nonzero(part.flat_flags & OUTPUT))
+        part._length = size
         yield part
-        start = stop
+        start, done = stop, done + size
 
 
 def check_ids(sequences: list[Sequence], n: int, flat_tokens: np.ndarray, flat_flags: np.ndarray, vocab_size: int) -> None:

@@ -5,9 +5,10 @@
 
 A small step (a decode step) is planned by the calling thread, put into a frame and gathered by one launch of a CUDA graph that
 was captured here. A large one (a prefill) is cut into pieces: while the GPU gathers the first the next is planned, so the plan
-costs the time of one piece. The first is gathered by a captured graph, too; the others' layers by turns on the current stream and on
-one beside it, so that one gather's end, which leaves the link idle, is behind another's begin. It knows neither cache nor planner;
-it is built on batches and frames.
+costs the time of one piece. Each piece begins at a row that is known beforehand, so they are gathered by captured graphs, too. From
+the first piece on that has none (the GPU is behind, or the step is very long) gathers are launched one by one, the layers by turns
+on the current stream and on one beside it, so that one's end, which leaves the link idle, is behind another's begin. Of large
+pieces each distinct bundle is read once. It knows neither cache nor planner; it is built on batches and frames.
 Invariant: when `fill` returns or raises, what is launched on the current stream runs behind all gathers, and their slots are held
 until they have run.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -27,15 +29,34 @@ if TYPE_CHECKING:
     from ssdgram.batch import Batch
     from ssdgram.store import Store
 
-GRAPHS = (16, 64, 128, 256, 512)                             # positions that the captured graphs are for; more are gathered by pieces
+GRAPHS = (16, 64, 128, 256, 512)                             # positions that the graphs of a step's begin are for
 AHEAD = 3                                                    # pieces under way at a time
 PIECES = (512, 1024, 2048)                                   # positions of the first pieces, and of all others: while one is gathered
                                                              # the next is planned, so the first are small
+CAPTURED = 16384                                             # rows that the graphs of pieces reach over
+DISTINCT = 256                                               # positions from which a gather reads each distinct bundle once
 NOTHING = contextlib.nullcontext()
 
 
+def graphs_of(most: int) -> list[tuple[int, int]]:
+    """(first row, positions) of the graphs for steps of up to `most` positions: those that begin a step, few positions first, then
+    for each later piece one of each size that it may have."""
+    found = [(0, size) for size in GRAPHS if size < most] + [(0, most)] * (most <= GRAPHS[-1])
+    start = 0
+    for piece in itertools.chain(PIECES, itertools.repeat(PIECES[-1])):
+        if start > 0:
+            found += [(start, size) for size in PIECES if size <= piece and start + size <= most]
+            if piece > most - start > 0:
+                found.append((start, most - start))
+        start += piece
+        if start >= min(most, CAPTURED):
+            return sorted(set(found))
+    return found
+
+
 class Staging:
-    """Made by `Store.staging`. `most`: positions that fit. One thread and one stream at a time."""
+    """Made by `Store.staging`. `most`: positions that fit. One thread and one stream at a time: a step's gathers run behind those of
+    the step before."""
 
     def __init__(self, store: Store, targets: Mapping[int, Any]) -> None:
         self.store, self.targets = store, dict(targets)
@@ -49,14 +70,16 @@ class Staging:
                                   f"[tokens, {shape[0]}, {shape[1]}]")
         self.places = {layer: (target.data_ptr(), target.shape[0], target.dtype) for layer, target in self.targets.items()}
         self._cuttable = store._cuda is None or shape[0] * shape[1] * 2 % 16 == 0        # a gather writes to 16-byte boundaries
-        self._graphs: list[tuple[int, Any, Any]] = []        # (positions, frame, graph), from few to many
+        self._graphs: dict[int, list[tuple[int, Any, Any]]] = {}     # first row -> (positions, frame, graph), from few to many
         self._beside: Any = None                             # the other stream
+        self._distinct: list[Any] = []                       # of each layer, the gather for large pieces
         if store._cuda is not None:
             from ssdgram import staging_gpu
 
             self._beside = staging_gpu.Beside(store._cuda.device)
-            self._graphs = staging_gpu.capture(store, self.targets, [size for size in GRAPHS if size < self.most] + [
-                self.most] * (self.most <= GRAPHS[-1]))
+            if self.most >= DISTINCT:
+                self._distinct = staging_gpu.distinct(store, min(self.most, max(PIECES)))
+            self._graphs = staging_gpu.capture(store, self.targets, graphs_of(self.most), self._distinct, DISTINCT)
 
     def fill(self, step: Any, timeout_s: float = 30.0) -> int:
         """Rows of the step's positions into the first rows of every tensor; how many positions there are.
@@ -70,7 +93,7 @@ class Staging:
         count = len(sequence)
         if count > self.most:
             raise BatchTooLargeError(count, self.most)
-        for size, frame, graph in self._graphs:
+        for size, frame, graph in self._graphs.get(0, ()):
             if count <= size:
                 if count:
                     self._replay(sequence, frame, graph, timeout_s)
@@ -121,9 +144,9 @@ class Staging:
                         check_ids([sequence], n, *flatten([sequence], n)[:2], store._vocabulary)
                         raise
                     coming = next(parts, None)
-                # A graph gives the link work at once, while the launches that follow are made. It writes zeros behind its rows, so it
-                # has to be on the stream before the fork: an empty piece forks nothing.
-                graph = self._graph_for(len(begun[0])) if start == 0 else None
+                # A graph writes zeros behind its rows and shares the tables of `_distinct`, so all of them are on the stream before
+                # the fork.
+                graph = None if forked else self._graph_for(start, len(begun[0]))
                 if graph is not None:
                     self._load_and_replay(begun[0], *graph, max(0.0, deadline - time.monotonic()))
                 elif len(begun[0]) > 0:
@@ -141,11 +164,12 @@ class Staging:
                 for batch in begun:
                     batch.release()
 
-    def _graph_for(self, count: int) -> tuple[Any, Any] | None:
-        """Frame and graph of the fewest positions that take so many; None if none does, or the GPU has not run its last launch yet."""
+    def _graph_for(self, start: int, count: int) -> tuple[Any, Any] | None:
+        """Frame and graph of the fewest positions from row `start` on that take so many; None if none does, or the GPU has not run its
+        last launch yet."""
         if count == 0:
             return None
-        return next(((frame, graph) for size, frame, graph in self._graphs if count <= size and frame.idle), None)
+        return next(((frame, graph) for size, frame, graph in self._graphs.get(start, ()) if count <= size and frame.idle), None)
 
     def _launch(self, batch: Batch, start: int, deadline: float) -> None:
         """The gathers of a piece whose first row is row `start` of the step, once its bundles are there."""
@@ -155,5 +179,7 @@ class Staging:
             if cuda is None:
                 batch.rows(layer, out=self.targets[layer][start:start + len(batch)])
                 continue
+            index = self.store._layer_index(layer)
+            gather = self._distinct[index] if self._distinct and DISTINCT <= len(batch) <= self._distinct[index].tokens else None
             with self._beside.use() if number % 2 else NOTHING:
-                cuda.rows_to(batch, self.store._layer_index(layer), place + start * row_bytes)
+                cuda.rows_to(batch, index, place + start * row_bytes, gather)

@@ -15,10 +15,11 @@ import torch
 
 from ssdgram._cuda import cuda_runtime
 from ssdgram.errors import StoreError
-from ssdgram.kernels.launch import raw_stream
+from ssdgram.frame import Frame
+from ssdgram.kernels.distinct import Distinct
+from ssdgram.kernels.launch import preload, raw_stream
 
 if TYPE_CHECKING:
-    from ssdgram.frame import Frame
     from ssdgram.store import Store
 
 
@@ -64,19 +65,31 @@ class Beside:
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
-def capture(store: Store, targets: Mapping[int, torch.Tensor], sizes: list[int]) -> list[tuple[int, Frame, Graph]]:
-    """(positions, frame, graph) of each size: the graph writes rows 0 .. positions - 1 of every layer's tensor."""
-    made: list[tuple[int, Frame, Graph]] = []
+def distinct(store: Store, tokens: int) -> list[Distinct]:
+    """Each layer's gather that reads a bundle once, for up to `tokens` positions, compiled and loaded."""
+    cuda = store._cuda
+    assert cuda is not None
+    with torch.cuda.device(cuda.device):
+        made = [Distinct(gather.bundles, tokens, cuda.device) for gather in cuda.gathers]
+    preload(cuda.device, [gather.launch("rows", ticket) for gather in made for ticket in (1, 2)])
+    return made
+
+
+def capture(store: Store, targets: Mapping[int, torch.Tensor], sizes: list[tuple[int, int]], gathers: list[Distinct],
+            least: int) -> dict[int, list[tuple[int, Frame, Graph]]]:
+    """For each (start, positions) of `sizes` a graph that writes those rows of every layer's tensor, listed by start. `gathers`: used
+    for `least` positions or more."""
+    made: dict[int, list[tuple[int, Frame, Graph]]] = {}
     with torch.cuda.device(store._cuda.device):              # type: ignore[union-attr]
         first, side = torch.cuda.Stream(), torch.cuda.Stream()               # torch's own default may be another device's
-        for size in sizes:
-            frame, graph = store.frame(size), torch.cuda.CUDAGraph()
+        for start, size in sizes:
+            frame, graph = Frame(store, size, gathers if size >= least and gathers else None), torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=first, capture_error_mode="thread_local"):
                 main = torch.cuda.current_stream()
                 side.wait_stream(main)
                 for number, (layer, target) in enumerate(targets.items()):
                     with torch.cuda.stream(side if number % 2 else main):
-                        frame.rows(layer, out=target[:size])
+                        frame.rows(layer, out=target[start:start + size])
                 main.wait_stream(side)
-            made.append((size, frame, Graph(graph, store._cuda.device.index)))      # type: ignore[union-attr]
+            made.setdefault(start, []).append((size, frame, Graph(graph, store._cuda.device.index)))         # type: ignore[union-attr]
     return made

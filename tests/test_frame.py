@@ -42,13 +42,13 @@ def made(engram, served, monkeypatch):
     """(store, frame, graph, staging) of a step of up to MOST positions."""
     store = served(engram)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
-    store._cuda = types.SimpleNamespace(device=torch.device("cpu"), framed={}, drain=lambda: graph.run())
+    store._cuda = types.SimpleNamespace(device=torch.device("cpu"), framed={}, gathers=[], drain=lambda: graph.run())
     frame = store.frame(MOST)
     store._cuda = None
     graph = Graph(frame)
     frame._used[:] = 1
     staging = store.staging({layer: torch.zeros(MOST, len(store.columns), store.dim, dtype=torch.bfloat16) for layer in store.layers})
-    staging._graphs = [(MOST, frame, graph)]
+    staging._graphs = {0: [(MOST, frame, graph)]}
     return store, frame, graph, staging
 
 
@@ -73,7 +73,7 @@ def test_the_first_piece_of_a_large_step_goes_through_a_frame(engram, made, monk
     store, frame, graph, _ = made
     monkeypatch.setattr(staging_module, "PIECES", (MOST, 4))
     staging = store.staging({layer: torch.zeros(30, len(store.columns), store.dim, dtype=torch.bfloat16) for layer in store.layers})
-    staging._graphs, tokens = [(MOST, frame, graph)], engram.tokens(30)
+    staging._graphs, tokens = {0: [(MOST, frame, graph)]}, engram.tokens(30)
     if interrupted:
         def launch(batch, start, deadline):
             raise KeyboardInterrupt

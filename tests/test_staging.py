@@ -59,7 +59,7 @@ def test_pieces_give_the_keys_of_the_whole(engram, served):
     whole = Sequence(engram.tokens(101, seed=1), lookback=engram.tokens(7, seed=2))
     for sizes in ((1,), (2,), (1, 10), (64, 3), (103, 7), (104,), (1000,)):
         cut = list(pieces(whole, n, sizes))
-        assert sum(map(len, cut)) == 101 and all(len(part) <= size for part, size in zip(cut, [*sizes, *[sizes[-1]] * 101]))
+        assert sum(map(len, cut)) == 101 and all(len(part) == size for part, size in zip(cut[:-1], [*sizes, *[sizes[-1]] * 101]))
         assert np.array_equal(np.concatenate([store._keys_of(*flatten([part], n)[:2]) for part in cut]), store._keys_of(
             *flatten([whole], n)[:2]))
 
@@ -73,8 +73,8 @@ class Side:
     def plan_memory(self, row, shape):
         return np.empty(shape, np.int32), None
 
-    def rows_to(self, batch, index, place):
-        self.log.append((index, place, len(batch), self.beside))
+    def rows_to(self, batch, index, place, gather):
+        self.log.append((index, place, len(batch), self.beside, *([gather] if gather else [])))
 
     def fork(self):
         self.log.append("fork")
@@ -114,26 +114,57 @@ def test_pieces_lie_behind_one_another_and_run_between_fork_and_join(engram, ser
     assert quiet(store)
 
 
-@pytest.mark.parametrize("lengths,log", (
-    ([0, 0, 0, 0, 20], ["graph 1", "fork", 1, 9, 17, "join"]),       # eight flat positions a piece: windows of empty requests come first
-    ([20], ["graph 5", "fork", 5, 13, "join"]),
-    ([3, 17], ["graph 3", "fork", 3, 10, 18, "join"])), ids=str)
-def test_the_graph_lies_before_the_fork(engram, served, monkeypatch, lengths, log):
-    """It writes zeros behind its rows: on the other stream they could come behind the next piece's rows."""
+@pytest.mark.parametrize("lengths", ([0, 0, 0, 0, 20], [20], [3, 0, 17]), ids=str)
+@pytest.mark.parametrize("log,busy,graphs", (
+    (["graph 0 8", "graph 8 8", "graph 16 4"], None, {0: (8,), 8: (4, 8), 16: (4, 8)}),
+    (["graph 0 8", "fork", 8, 16, "join"], None, {0: (8,), 16: (4,)}),        # the last has a graph: behind a fork it is not used
+    (["graph 0 8", "graph 8 8", "fork", 16, "join"], None, {0: (8,), 8: (8,), 16: (3,)}),
+    (["graph 0 8", "fork", 8, 16, "join"], 8, {0: (8,), 8: (8,), 16: (8,)}),  # the GPU is behind: pieces are queued there, nobody waits
+    (["fork", 0, 8, 16, "join"], 0, {0: (8,), 8: (8,), 16: (8,)})))
+def test_graphs_lie_before_the_fork(engram, served, monkeypatch, lengths, log, busy, graphs):
+    """They write zeros behind their rows and share tables with what is launched behind: on the other stream that could come before."""
     monkeypatch.setattr(module, "PIECES", (8,))
     store = served(engram)
     staging, side = store.staging(buffers(store, 25)), Side()
-    staging._beside, staging._graphs = side, [(8, types.SimpleNamespace(idle=True), None)]
+    staging._beside = side
+    staging._graphs = {start: [(size, types.SimpleNamespace(idle=start != busy), (start, size)) for size in sizes]
+                       for start, sizes in graphs.items()}
     windows = engram.tokens(3 * len(lengths), seed=3).reshape(-1, 3)
     step = Sequence.ragged(engram.tokens(20), lengths, windows)
-    monkeypatch.setattr(staging, "_load_and_replay", lambda batch, frame, graph, timeout_s: side.log.append(f"graph {len(batch)}"))
+    monkeypatch.setattr(staging, "_load_and_replay", lambda batch, frame, graph, timeout_s: side.log.append(
+        f"graph {graph[0]} {len(batch)}") if len(batch) <= graph[1] else 1 / 0)
     monkeypatch.setattr(staging, "_launch", lambda batch, start, deadline: side.log.append(start))
     assert staging.fill(step) == 20
     assert side.log == log
-    side.log.clear()
-    staging._graphs[0][1].idle = False                       # the GPU is behind: pieces are queued there, nobody waits
-    assert staging.fill(step) == 20
-    assert side.log[0] == "fork" and "graph" not in str(side.log)
+
+
+def test_large_pieces_are_gathered_by_distinct_bundles(engram, served, monkeypatch):
+    """Those that the layer's table was made for; the others as they are."""
+    monkeypatch.setattr(module, "PIECES", (4, 9, 6))
+    monkeypatch.setattr(module, "DISTINCT", 6)
+    store = served(engram)
+    staging, side = store.staging(buffers(store, 40)), Side()
+    staging._beside, staging._distinct = side, [types.SimpleNamespace(tokens=8, layer=layer) for layer in store.layers]
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "_cuda", side)
+        assert staging.fill(engram.tokens(22)) == 22
+    assert [(entry[2], entry[4].layer if len(entry) > 4 else None) for entry in side.log if isinstance(entry, tuple)] == [
+        (count, layer if count == 6 else None) for count in (4, 9, 6, 3) for layer in store.layers]
+
+
+@pytest.mark.parametrize("most", (1, 16, 512, 513, 2048, 3000, 8192, 50_000))
+def test_every_piece_of_a_step_has_a_graph_within_the_rows(most):
+    graphs = module.graphs_of(most)
+    assert all(0 < size <= most - start for start, size in graphs) and len(set(graphs)) == len(graphs) < 40
+    for count in {1, most // 2, most - 1, most} - {0}:
+        start = 0
+        for piece in (512, 1024, *[2048] * 30):
+            mine = min(piece, count - start)
+            if mine <= 0 or start >= module.CAPTURED:
+                break
+            fits = [size for first, size in graphs if first == start and size >= mine]
+            assert fits and min(fits) < 2 * mine + 512, (count, start)
+            start += mine
 
 
 def test_what_cannot_be_is_refused(engram, served, monkeypatch):

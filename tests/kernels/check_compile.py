@@ -13,6 +13,7 @@ from ssdgram.engines.windows_gpu import launch_for
 from ssdgram.geometry import Geometry
 from ssdgram.kernels.check import Check
 from ssdgram.kernels.deliver import Deliver
+from ssdgram.kernels.distinct import Distinct
 from ssdgram.kernels.gate import CUTS as GATE_CUTS
 from ssdgram.kernels.gate import Gate
 from ssdgram.kernels.gather import ADDRESSES, SLOTS, TILES, Bundles, Gather, mark_launch
@@ -40,6 +41,17 @@ def test_gather_reads_whole_vectors(mode, kind, dtype):
 @pytest.mark.parametrize("heads", ((8, 4), (3,), (2, 1)))
 def test_gather_of_column_subsets(heads):
     compiled(Gather(Bundles(heads)).launch("rows", ADDRESSES, torch.bfloat16, 2, TILES[-1][1]))
+
+
+@pytest.mark.parametrize("mode", ("rows", "packed"))
+def test_distinct_bundles_are_claimed_by_one_thread_for_all(mode):
+    """Between reading a cell and the branch on it is a barrier: warps that saw different things would part."""
+    ptx = compiled(Distinct(WHOLE, 2048, "cpu").launch(mode, 1))
+    assert re.search(r"ld\.global[.\w:]*\.v4\.b32", ptx) and ".ftz" not in ptx
+    read, claimed = ptx.index("ld.global.gpu.relaxed.b64"), ptx.index("atom.global.relaxed.gpu.cas.b64")
+    assert re.search(r"bar\.sync.*@%p\d+ bra", ptx[read:claimed], re.DOTALL)
+    assert ptx.count("ld.global.gpu.acquire.b64") == 2 and "atom.global.gpu.release.exch.b64" in ptx
+    assert re.search(r"ld\.global\.cg\.", ptx)             # what another program wrote is not looked for in L1
 
 
 @pytest.mark.parametrize("cut,plain", [(cut, plain) for _, cut in CUTS for plain in (True, False) if plain or cut.kind == "rows"], ids=str)

@@ -1,0 +1,160 @@
+"""The gather that reads a bundle once, however many positions of the launch ask for it: for the steps of real text.
+
+    program   one position's bundle ─► claims it in a table ─► first:   reads it, stores its rows, says where
+                                                            └► another: waits for that, copies the rows within GPU memory
+
+In a chunk of text every second bundle came before (docs/performance.md), and host memory has no cache on the GPU: L2 does not keep
+what comes over PCIe, so each of them crosses the link again in `gather.py`. Who waits, waits for a program that runs already and
+waits for nobody, so the wait ends. Bundles in HBM, and those whose cell of the table belongs to another, are read as they are.
+Invariant: a cell is believed only if it carries this launch's number, and no two launches that share a table run at the same time.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ssdgram.kernels.gather import ENCODINGS, NO_SCALE, PACKED, ROWS, SCALE_RULES, Bundles, end_launch, store_rows
+from ssdgram.kernels.launch import Launch, aligned, next_power_of_two
+
+HEADER = 16                                                  # int64 words before the cells; [0] is the launch's number
+SPARSE = 4                                                   # cells for each bundle of the largest launch, at least: few share one
+LAST = 0x7FFFFFFF                                            # launch number after which the table is emptied
+WARPS = 4
+
+
+@triton.jit
+def claim(cell, key, number):  # type: ignore[no-untyped-def]
+    """Whether this program is the first to claim the cell for `key`, and whether another of the launch claimed it for the same.
+
+    By atomics alone, which one thread does for all: warps that each load the cell may see different things.
+    """
+    found = tl.atomic_add(cell, 0, sem="relaxed", scope="gpu")
+    mine = number < 0                                        # never: a launch's number is 1 .. LAST
+    if (found >> 32) != number:
+        before = tl.atomic_cas(cell, found, key, sem="relaxed", scope="gpu")
+        mine = before == found
+        found = before
+    return mine, (found == key) & (mine == 0)
+
+
+@triton.jit(do_not_specialize=["ticket", "dram", "hbm", "global_scale"],
+            do_not_specialize_on_alignment=["source", "ticket_word", "done", "counter"])
+def distinct_kernel(source, out, table, counter, done, ticket_word, dram: tl.int64, hbm: tl.int64, ticket: tl.int64,  # type: ignore[no-untyped-def]
+                    global_scale: tl.float32,
+                    HEADS: tl.constexpr, ORDERS: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr, CODE_BYTES: tl.constexpr,
+                    SCALE_BYTES: tl.constexpr, STRIDE: tl.constexpr, MODE: tl.constexpr, ENCODING: tl.constexpr, TICKET: tl.constexpr,
+                    CODE_P2: tl.constexpr, SCALE_P2: tl.constexpr, BLOCK: tl.constexpr, RULE: tl.constexpr, CELL_BITS: tl.constexpr,
+                    WIDTH: tl.constexpr, WIDTH_P2: tl.constexpr, HEADER: tl.constexpr, LAST: tl.constexpr):
+    """One bundle; see the module's text and `Distinct`."""
+    entry = tl.program_id(0)
+    order = entry % ORDERS
+    heads = HEADS & 255
+    start = 0
+    for o in tl.static_range(1, ORDERS):
+        start = tl.where(order >= o, start + ((HEADS >> (8 * (o - 1))) & 255), start)
+        heads = tl.where(order == o, (HEADS >> (8 * o)) & 255, heads)
+    head = tl.arange(0, BLOCK)
+    inside = head < heads
+    first = (entry // ORDERS).to(tl.int64) * COLUMNS + start
+    number = tl.load(table)
+    slot = tl.load(source + entry).to(tl.int64)
+    cell = table + HEADER + 2 * (((slot * 0x9E3779B1) & 0xFFFFFFFF) >> (32 - CELL_BITS))
+    mine = number < 0
+    other = number < 0
+    if slot >= 0:
+        mine, other = claim(cell, (number << 32) | slot, number)
+    if other:
+        where = tl.atomic_add(cell + 1, 0, sem="acquire", scope="gpu")
+        while (where >> 32) != number:
+            where = tl.atomic_add(cell + 1, 0, sem="acquire", scope="gpu")
+        lane = tl.arange(0, WIDTH_P2)
+        wanted = inside[:, None] & (lane < WIDTH)[None, :]
+        place = head.to(tl.int64)[:, None] * WIDTH + lane[None, :]
+        rows = tl.load(out + (where & 0xFFFFFFFF) * WIDTH + place, mask=wanted, cache_modifier=".cg")
+        tl.store(out + first * WIDTH + place, rows, mask=wanted)
+    else:
+        base = tl.where(slot >= 0, dram + slot * STRIDE, hbm + (-2 - slot) * STRIDE)
+        base = tl.full([BLOCK], 0, tl.int64) + tl.where(slot == -1, 0, base)
+        there = inside & (base != 0)
+        bundle = tl.multiple_of(base.to(tl.pointer_type(tl.uint8)), 64)
+        store_rows(bundle, head, tl.full([BLOCK], 0, tl.int32) + heads, there, inside, first + head, out, out, global_scale, BLOCK, DIM,
+                   CODE_BYTES, SCALE_BYTES, MODE, ENCODING, CODE_P2, SCALE_P2, RULE)
+        if mine:
+            tl.debug_barrier()                               # all warps' rows are stored, and the release below makes them visible
+            tl.atomic_xchg(cell + 1, (number << 32) | first, sem="release", scope="gpu")
+    if end_launch(counter, done, ticket_word, ticket, TICKET):
+        if number == LAST:
+            for block in range(0, 2 << CELL_BITS, 1024):
+                tl.store(table + HEADER + block + tl.arange(0, 1024), tl.zeros([1024], tl.int64))
+            tl.store(table, tl.full([], 1, tl.int64))
+        else:
+            tl.store(table, number + 1)
+
+
+class Distinct:
+    """A `Gather` of one layer for slots, with its table: for launches of up to `tokens` positions that run one after the other.
+
+    Calls as `Gather`'s, in mode "rows" or "packed" with a counter and a word: what they write is the same. A slot holds a bundle of
+    one order. `memory`: int64 on the device, 16 bytes a cell.
+    """
+
+    MODES = {"rows": ROWS, "packed": PACKED}
+
+    def __init__(self, bundles: Bundles, tokens: int, device: torch.device | str) -> None:
+        self.bundles, self.tokens = bundles, tokens
+        self.cell_bits = max(9, (SPARSE * next_power_of_two(max(1, tokens * bundles.orders))).bit_length() - 1)
+        if tokens * bundles.columns >= 1 << 31 or self.cell_bits > 30:
+            raise ValueError(f"{tokens} tokens are too many for one gather; split the call")
+        self.memory = torch.zeros(HEADER + (2 << self.cell_bits), dtype=torch.int64, device=device)
+        self.memory[0] = 1
+        self._table = self.memory.data_ptr()
+        self._launches: dict[tuple[str, int, bool], Launch] = {}
+        self._global_scale = float(torch.tensor(bundles.global_scale).to(torch.bfloat16))
+
+    def __call__(self, source: torch.Tensor, out: torch.Tensor, *, dram: int = 0, hbm: int = 0, counter: torch.Tensor,
+                 done: torch.Tensor, ticket: int | torch.Tensor, mode: str = "rows") -> None:
+        by_word, b = isinstance(ticket, torch.Tensor), self.bundles
+        if out.dtype == torch.bfloat16 and b.encoding == "bf16":
+            out = out.view(torch.uint8)                      # such rows are their own bytes
+        tokens, width = source.shape[0], b.row_bytes if mode == "packed" else b.code_bytes if b.encoding == "bf16" else b.dim
+        if tokens > self.tokens:
+            raise ValueError(f"{tokens} tokens are gathered: expected at most {self.tokens}, which the table was made for")
+        if source.shape != (tokens, b.orders) or source.dtype != torch.int32 or not source.is_contiguous():
+            raise ValueError(f"slots must be contiguous int32 [T, {b.orders}]; found {source.dtype} {tuple(source.shape)}")
+        if tuple(out.shape) != (tokens, b.columns, width) or not out.is_contiguous() or not aligned(out):
+            raise ValueError(f"out must be contiguous, 16-byte aligned {(tokens, b.columns, width)}; found {out.dtype} {tuple(out.shape)}")
+        self.launch(mode, 2 if by_word else 1, out.dtype)(
+            tokens * b.orders, source, out, self.memory, counter, done, ticket if by_word else out, dram, hbm, 0 if by_word else ticket,
+            self._global_scale)
+
+    def at(self, tokens: int, source: int, out: int, *, mode: str, dram: int, hbm: int, counter: int, done: int, ticket: int) -> None:
+        """As `Gather.at`."""
+        if tokens > self.tokens:
+            raise ValueError(f"{tokens} tokens are gathered: expected at most {self.tokens}, which the table was made for")
+        self.launch(mode, 1).at((tokens * self.bundles.orders, 1, 1), source, out, self._table, counter, done, out, dram, hbm, ticket,
+                                self._global_scale)
+
+    def launch(self, mode: str, ticket: int, dtype: torch.dtype | None = None) -> Launch:
+        """The compiled variant (see `launch.preload`). ticket: 1 a number, 2 a word."""
+        rows = mode == "rows" and self.bundles.encoding != "bf16"
+        dtype = dtype or (torch.bfloat16 if rows else torch.uint8)
+        found = self._launches.get((mode, ticket, dtype))
+        if found is None:
+            b = self.bundles
+            encoding = ENCODINGS.get(b.encoding)
+            if encoding is None:
+                if mode != "packed":
+                    raise ValueError(f"rows of encoding {b.encoding} are gathered as packed bytes only")
+                encoding = NO_SCALE
+            width = b.dim if rows else b.row_bytes
+            found = Launch(distinct_kernel, [torch.int32, dtype, torch.int64, torch.int32, torch.int64, torch.int64, 1 << 40, 1 << 40, 1,
+                                             1.0], {
+                "HEADS": b.packed_heads, "ORDERS": b.orders, "COLUMNS": b.columns, "DIM": b.dim, "CODE_BYTES": b.code_bytes,
+                "SCALE_BYTES": b.scale_bytes, "STRIDE": b.stride, "MODE": self.MODES[mode], "ENCODING": encoding, "TICKET": ticket,
+                "CODE_P2": next_power_of_two(b.code_bytes), "SCALE_P2": next_power_of_two(max(1, b.scale_bytes)),
+                "BLOCK": next_power_of_two(max(b.heads)), "RULE": SCALE_RULES[b.scale_rule], "CELL_BITS": self.cell_bits,
+                "WIDTH": width, "WIDTH_P2": next_power_of_two(width), "HEADER": HEADER, "LAST": LAST}, warps=WARPS)
+            self._launches[mode, ticket, dtype] = found
+        return found
