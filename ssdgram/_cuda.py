@@ -151,7 +151,7 @@ class CudaSide:
             self.framed: dict[int, Any] = {}                 # row -> memory of the frame that its batch was loaded into
             self._counters_at, self._words_at = self.counters.data_ptr(), self.words.data_ptr()
             self._word, self._expected = plan.layers["word"], plan.layers["expected"]        # of each row's layers
-            self.gathers = [self._gather(store, index) for index in range(layers)]
+            self.gathers: list[Gather] = [self._gather(store, index) for index in range(layers)]
             self._promote = Promote(store._stride)
             preload(device, [*(g.launch(mode, SLOTS, dtype, ticket, tile) for g in self.gathers for _, tile in TILES
                                for mode, dtype in (("rows", torch.bfloat16), ("packed", torch.uint8)) for ticket in (1, 2)
