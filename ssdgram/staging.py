@@ -55,8 +55,7 @@ def graphs_of(most: int) -> list[tuple[int, int]]:
 
 
 class Staging:
-    """Made by `Store.staging`. `most`: positions that fit. One thread and one stream at a time: a step's gathers run behind those of
-    the step before."""
+    """Made by `Store.staging`. `most`: positions that fit. One thread and one stream at a time."""
 
     def __init__(self, store: Store, targets: Mapping[int, Any]) -> None:
         self.store, self.targets = store, dict(targets)
@@ -73,11 +72,13 @@ class Staging:
         self._graphs: dict[int, list[tuple[int, Any, Any]]] = {}     # first row -> (positions, frame, graph), from few to many
         self._beside: Any = None                             # the other stream
         self._distinct: list[Any] = []                       # of each layer, the gather for large pieces
+        self._in_order: Any = None                           # entered for what uses those
         if store._cuda is not None:
             from ssdgram import staging_gpu
 
             self._beside = staging_gpu.Beside(store._cuda.device)
             if self.most >= DISTINCT:
+                self._in_order = staging_gpu.InOrder(store._cuda.device)
                 self._distinct = staging_gpu.distinct(store, min(self.most, max(PIECES)))
             self._graphs = staging_gpu.capture(store, self.targets, graphs_of(self.most), self._distinct, DISTINCT)
 
@@ -96,10 +97,17 @@ class Staging:
         for size, frame, graph in self._graphs.get(0, ()):
             if count <= size:
                 if count:
-                    self._replay(sequence, frame, graph, timeout_s)
+                    with self._order(size):
+                        self._replay(sequence, frame, graph, timeout_s)
                 return count
-        self._gather(sequence, timeout_s)
+        with self._order(count):
+            self._gather(sequence, timeout_s)
         return count
+
+    def _order(self, positions: int) -> contextlib.AbstractContextManager[Any]:
+        """What is launched under it runs behind what was launched so before, on whatever stream: gathers of distinct bundles share
+        tables."""
+        return self._in_order if self._in_order is not None and positions >= DISTINCT else NOTHING
 
     def _replay(self, sequence: Sequence, frame: Any, graph: Any, timeout_s: float) -> None:
         store = self.store

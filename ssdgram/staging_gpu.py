@@ -65,6 +65,24 @@ class Beside:
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
+class InOrder:
+    """From one `with` to the next: what is launched on the current stream runs behind what was launched under the last one, even if that
+    was another stream's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream, self._end = device, -1, torch.cuda.Event()
+
+    def __enter__(self) -> None:
+        stream = raw_stream(self._device.index)
+        if stream != self._stream:
+            if self._stream != -1:
+                torch.cuda.current_stream(self._device).wait_event(self._end)
+            self._stream = stream
+
+    def __exit__(self, *_: object) -> None:
+        self._end.record(torch.cuda.current_stream(self._device))
+
+
 def distinct(store: Store, tokens: int) -> list[Distinct]:
     """Each layer's gather that reads a bundle once, for up to `tokens` positions, compiled and loaded."""
     cuda = store._cuda

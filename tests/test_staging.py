@@ -152,6 +152,34 @@ def test_large_pieces_are_gathered_by_distinct_bundles(engram, served, monkeypat
         (count, layer if count == 6 else None) for count in (4, 9, 6, 3) for layer in store.layers]
 
 
+def test_steps_that_share_tables_are_in_order(engram, served, monkeypatch):
+    """Whatever stream each comes on; small ones have no tables. The order ends when a step fails, too."""
+    monkeypatch.setattr(module, "PIECES", (6, 8))
+    monkeypatch.setattr(module, "DISTINCT", 6)
+    store, log = served(engram), []
+    staging = store.staging(buffers(store, 40))
+
+    @contextlib.contextmanager
+    def in_order():
+        log.append("begin")
+        try:
+            yield
+        finally:
+            log.append("end")
+
+    monkeypatch.setattr(type(staging), "_in_order", property(lambda self: in_order(), lambda self, value: None), raising=False)
+    staging._graphs = {0: [(size, None, size) for size in (4, 7)]}
+    monkeypatch.setattr(staging, "_replay", lambda sequence, frame, graph, timeout_s: log.append(f"graph {graph}"))
+    monkeypatch.setattr(staging, "_gather", lambda sequence, timeout_s: log.append(len(sequence)))
+    for count in (0, 3, 5, 9):
+        assert staging.fill(engram.tokens(count)) == count
+    assert log == ["graph 4", "begin", "graph 7", "end", "begin", 9, "end"]
+    monkeypatch.setattr(staging, "_gather", lambda sequence, timeout_s: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        staging.fill(engram.tokens(9))
+    assert log[-2:] == ["begin", "end"]
+
+
 @pytest.mark.parametrize("most", (1, 16, 512, 513, 2048, 3000, 8192, 50_000))
 def test_every_piece_of_a_step_has_a_graph_within_the_rows(most):
     graphs = module.graphs_of(most)

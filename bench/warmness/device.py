@@ -12,6 +12,7 @@ device. Invariant: nothing here is imported on a machine without a GPU.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ssdgram import staging
 from ssdgram.bench.gpu_timing import GIB, HostMemory
 from ssdgram.bench.peers.vllm_lookup import Lookup, load
 from ssdgram.bench.warmness.placements import (
@@ -349,8 +351,15 @@ class DeviceSsdgram(Ssdgram):
         batch.rows(self.geometry.layers[layer], out=self._outs[layer][:len(step)])
 
     def pcie_bytes(self, step: Step) -> int:
-        """Whole bundles of every position, as if none were in HBM."""
-        return sum(ids.size for ids in step.ids) * self.geometry.row_bytes
+        """Whole bundles, as if none were in HBM: of a large piece the distinct ones, of a small one those of every position."""
+        return sum(self._crossing(ids[start:stop]) for start, stop in bounds(len(step)) for ids in step.ids) * self.geometry.row_bytes
+
+    def _crossing(self, ids: np.ndarray) -> int:
+        """Rows of a piece (int64 [positions, columns]) that cross the link."""
+        if len(ids) < staging.DISTINCT:
+            return int(ids.size)
+        heads = self.geometry.heads
+        return sum(len(np.unique(ids[:, first:first + heads], axis=0)) * heads for first in range(0, ids.shape[1], heads))
 
     @property
     def pinned_bytes(self) -> int:
@@ -369,6 +378,17 @@ class HotSsdgram(DeviceSsdgram):
     def pcie_bytes(self, step: Step) -> int:
         """None but for a bundle that is not there; those are not counted."""
         return 0
+
+
+def bounds(count: int) -> list[tuple[int, int]]:
+    """Where the pieces of a staged step of `count` positions begin and end."""
+    found, start = [], 0
+    for size in itertools.chain(staging.PIECES, itertools.repeat(staging.PIECES[-1])):
+        if start >= count:
+            return found
+        found.append((start, min(start + size, count)))
+        start += size
+    return found
 
 
 def on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:

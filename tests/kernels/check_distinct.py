@@ -67,9 +67,10 @@ def test_a_bundle_is_taken_from_who_claimed_it():
     bundles = Bundles((8,))
     dram, distinct = slab(4, bundles.stride), Distinct(bundles, 8, DEVICE)
     out = torch.zeros(4, 8, 264, dtype=torch.uint8, device=DEVICE)
-    for number, key, taken in ((1, (1 << 32) | 2, True), (9, (8 << 32) | 2, False), (9, (9 << 32) | 1, False)):
+    for number, of, slot in ((1, 1, 2), (9, 8, 2), (9, 9, 1)):
+        key, taken = (of << 32) | slot, (of, slot) == (number, 2)
         distinct.memory[0] = number
-        distinct.memory[HEADER::2], distinct.memory[HEADER + 1::2] = key, (number << 32) | 24        # the rows of position 3
+        distinct.memory[HEADER::2], distinct.memory[HEADER + 1::2] = key, (of << 32) | 24            # the rows of position 3
         out[:3], out[3] = 0, 5
         distinct(pinned(torch.full((2, 1), 2, dtype=torch.int32)), out[:2], mode="packed", dram=dram.data_ptr(), ticket=1, **words())
         wanted = np.full((2, 8, 264), 5) if taken else expected_packed(torch.full((2, 1), 2), (8,), dram, None)
