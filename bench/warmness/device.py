@@ -382,7 +382,8 @@ class HotSsdgram(DeviceSsdgram):
 
 def bounds(count: int) -> list[tuple[int, int]]:
     """Where the pieces of a staged step of `count` positions begin and end."""
-    found, start = [], 0
+    found: list[tuple[int, int]] = []
+    start = 0
     for size in itertools.chain(staging.PIECES, itertools.repeat(staging.PIECES[-1])):
         if start >= count:
             return found

@@ -320,9 +320,12 @@ RULES = (
     Rule(1, "the caller's stream runs behind a staged step's other one", "ssdgram/staging.py",
          "                    self._beside.join()", "                    pass",
          ("test_staging.py::test_pieces_lie_behind_one_another_and_run_between_fork_and_join",)),
-    Rule(1, "a staged step's graph lies before the fork", "ssdgram/staging.py",
-         "                elif len(begun[0]) > 0:", "                else:",
-         ("test_staging.py::test_the_graph_lies_before_the_fork",)),
+    Rule(1, "a staged step's graphs lie before the fork", "ssdgram/staging.py",
+         "                graph = None if forked else self._graph_for(", "                graph = self._graph_for(",
+         ("test_staging.py::test_graphs_lie_before_the_fork",)),
+    Rule(1, "gathers of distinct bundles that share tables are in order", "ssdgram/staging.py",
+         "        with self._order(count):", "        with NOTHING:",
+         ("test_staging.py::test_steps_that_share_tables_are_in_order",)),
 
     # ------------------------------------------------------------ 1 where a GPU is needed to see them
     Rule(1, "slots wait for the words (on the GPU)", "ssdgram/_batches.py",
