@@ -39,13 +39,13 @@ def claim(cell, key, number):  # type: ignore[no-untyped-def]
     return mine, (found == key) & (mine == 0)
 
 
-@triton.jit(do_not_specialize=["ticket", "dram", "hbm", "global_scale"],
+@triton.jit(do_not_specialize=["ticket", "dram", "hbm", "global_scale", "bits"],
             do_not_specialize_on_alignment=["source", "ticket_word", "done", "counter"])
 def distinct_kernel(source, out, table, counter, done, ticket_word, dram: tl.int64, hbm: tl.int64, ticket: tl.int64,  # type: ignore[no-untyped-def]
-                    global_scale: tl.float32,
+                    global_scale: tl.float32, bits: tl.int32,
                     HEADS: tl.constexpr, ORDERS: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr, CODE_BYTES: tl.constexpr,
                     SCALE_BYTES: tl.constexpr, STRIDE: tl.constexpr, MODE: tl.constexpr, ENCODING: tl.constexpr, TICKET: tl.constexpr,
-                    CODE_P2: tl.constexpr, SCALE_P2: tl.constexpr, BLOCK: tl.constexpr, RULE: tl.constexpr, CELL_BITS: tl.constexpr,
+                    CODE_P2: tl.constexpr, SCALE_P2: tl.constexpr, BLOCK: tl.constexpr, RULE: tl.constexpr,
                     WIDTH: tl.constexpr, WIDTH_P2: tl.constexpr, HEADER: tl.constexpr, LAST: tl.constexpr):
     """One bundle; see the module's text and `Distinct`."""
     entry = tl.program_id(0)
@@ -60,7 +60,7 @@ def distinct_kernel(source, out, table, counter, done, ticket_word, dram: tl.int
     first = (entry // ORDERS).to(tl.int64) * COLUMNS + start
     number = tl.load(table)
     slot = tl.load(source + entry).to(tl.int64)
-    cell = table + HEADER + 2 * (((slot * 0x9E3779B1) & 0xFFFFFFFF) >> (32 - CELL_BITS))
+    cell = table + HEADER + 2 * (((slot * 0x9E3779B1) & 0xFFFFFFFF) >> (32 - bits))
     mine = number < 0
     other = number < 0
     if slot >= 0:
@@ -86,7 +86,7 @@ def distinct_kernel(source, out, table, counter, done, ticket_word, dram: tl.int
             tl.atomic_xchg(cell + 1, (number << 32) | first, sem="release", scope="gpu")
     if end_launch(counter, done, ticket_word, ticket, TICKET):
         if number == LAST:
-            for block in range(0, 2 << CELL_BITS, 1024):
+            for block in range(0, 2 << bits, 1024):
                 tl.store(table + HEADER + block + tl.arange(0, 1024), tl.zeros([1024], tl.int64))
             tl.store(table, tl.full([], 1, tl.int64))
         else:
@@ -127,14 +127,14 @@ class Distinct:
             raise ValueError(f"out must be contiguous, 16-byte aligned {(tokens, b.columns, width)}; found {out.dtype} {tuple(out.shape)}")
         self.launch(mode, 2 if by_word else 1, out.dtype)(
             tokens * b.orders, source, out, self.memory, counter, done, ticket if by_word else out, dram, hbm, 0 if by_word else ticket,
-            self._global_scale)
+            self._global_scale, self.cell_bits)
 
     def at(self, tokens: int, source: int, out: int, *, mode: str, dram: int, hbm: int, counter: int, done: int, ticket: int) -> None:
         """As `Gather.at`."""
         if tokens > self.tokens:
             raise ValueError(f"{tokens} tokens are gathered: expected at most {self.tokens}, which the table was made for")
         self.launch(mode, 1).at((tokens * self.bundles.orders, 1, 1), source, out, self._table, counter, done, out, dram, hbm, ticket,
-                                self._global_scale)
+                                self._global_scale, self.cell_bits)
 
     def launch(self, mode: str, ticket: int, dtype: torch.dtype | None = None) -> Launch:
         """The compiled variant (see `launch.preload`). ticket: 1 a number, 2 a word."""
@@ -150,11 +150,11 @@ class Distinct:
                 encoding = NO_SCALE
             width = b.dim if rows else b.row_bytes
             found = Launch(distinct_kernel, [torch.int32, dtype, torch.int64, torch.int32, torch.int64, torch.int64, 1 << 40, 1 << 40, 1,
-                                             1.0], {
+                                             1.0, 9], {
                 "HEADS": b.packed_heads, "ORDERS": b.orders, "COLUMNS": b.columns, "DIM": b.dim, "CODE_BYTES": b.code_bytes,
                 "SCALE_BYTES": b.scale_bytes, "STRIDE": b.stride, "MODE": self.MODES[mode], "ENCODING": encoding, "TICKET": ticket,
                 "CODE_P2": next_power_of_two(b.code_bytes), "SCALE_P2": next_power_of_two(max(1, b.scale_bytes)),
-                "BLOCK": next_power_of_two(max(b.heads)), "RULE": SCALE_RULES[b.scale_rule], "CELL_BITS": self.cell_bits,
+                "BLOCK": next_power_of_two(max(b.heads)), "RULE": SCALE_RULES[b.scale_rule],
                 "WIDTH": width, "WIDTH_P2": next_power_of_two(width), "HEADER": HEADER, "LAST": LAST}, warps=WARPS)
             self._launches[mode, ticket, dtype] = found
         return found

@@ -27,14 +27,17 @@ from ssdgram import _plan_state as p
 from ssdgram import _state as s
 from ssdgram._calls import wait_for_copies
 from ssdgram.errors import ConfigError, UnavailableError
+from ssdgram.kernels.distinct import Distinct
 from ssdgram.kernels.gather import SLOTS, TILES, Bundles, Gather, mark_done, mark_launch
 from ssdgram.kernels.launch import aligned, forget, preload, raw_stream
 from ssdgram.kernels.promote import Promote
 from ssdgram.sequence import Mark
+from ssdgram.staging import DISTINCT
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence as SequenceOf
+
     from ssdgram.batch import Batch
-    from ssdgram.kernels.distinct import Distinct
     from ssdgram.sequence import Sequence
     from ssdgram.store import Store
 
@@ -183,6 +186,17 @@ class CudaSide:
                               scale_bytes=geometry.scale_bytes, stride=store._stride, encoding=geometry.encoding,
                               global_scale=1.0 if scales is None else scales[store._selection.indices[index]],
                               scale_rule=store.scale_rule))
+
+    def gathers_for(self, tokens: int) -> SequenceOf[Gather | Distinct]:
+        """Each layer's gather for launches of up to `tokens` positions, one behind the other: for many, those that read each distinct
+        bundle once, with tables of their own; compiled and loaded."""
+        if tokens < DISTINCT:
+            return self.gathers
+        with torch.cuda.device(self.device):
+            made = [Distinct(gather.bundles, tokens, self.device) for gather in self.gathers]
+        preload(self.device, [gather.launch(mode, ticket) for gather in made for ticket in (1, 2) for mode in ("rows", "packed")
+                              if mode == "packed" or gather.bundles.encoding != "nvfp4"])
+        return made
 
     # ------------------------------------------------------------ plans and tokens in pinned memory
 

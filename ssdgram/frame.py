@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 
 
 class Frame:
-    """Made by `Store.frame`. `tokens`: the most positions that a loaded batch may have. `gathers`: of each layer, others than the
-    store's."""
+    """Made by `Store.frame`. `tokens`: the most positions that a loaded batch may have. `gathers`: of each layer; None: its own."""
 
     def __init__(self, store: Store, tokens: int, gathers: Sequence[Gather | Distinct] | None = None) -> None:
         if store._cuda is None:
@@ -43,7 +42,7 @@ class Frame:
         if tokens < 1:
             raise ConfigError(f"tokens is {tokens}: expected the most tokens of a step, 1 or more")
         self._store, self._cuda, self.tokens = store, store._cuda, int(tokens)
-        self._gathers = self._cuda.gathers if gathers is None else gathers           # of each layer
+        self._gathers = gathers or self._cuda.gathers_for(self.tokens)       # of each layer
         layers, orders = len(store.layers), store.geometry.orders
         self._slots = torch.full((layers, tokens, orders), -1, dtype=torch.int32).pin_memory()
         self._numbers = torch.zeros(layers, dtype=torch.int64).pin_memory()          # what the gathers store next

@@ -71,7 +71,7 @@ class Staging:
         self._cuttable = store._cuda is None or shape[0] * shape[1] * 2 % 16 == 0        # a gather writes to 16-byte boundaries
         self._graphs: dict[int, list[tuple[int, Any, Any]]] = {}     # first row -> (positions, frame, graph), from few to many
         self._beside: Any = None                             # the other stream
-        self._distinct: list[Any] = []                       # of each layer, the gather for large pieces
+        self._distinct: Any = ()                             # of each layer, the gather for large pieces
         self._in_order: Any = None                           # entered for what uses those
         if store._cuda is not None:
             from ssdgram import staging_gpu
@@ -79,7 +79,7 @@ class Staging:
             self._beside = staging_gpu.Beside(store._cuda.device)
             if self.most >= DISTINCT:
                 self._in_order = staging_gpu.InOrder(store._cuda.device)
-                self._distinct = staging_gpu.distinct(store, min(self.most, max(PIECES)))
+                self._distinct = store._cuda.gathers_for(min(self.most, max(PIECES)))
             self._graphs = staging_gpu.capture(store, self.targets, graphs_of(self.most), self._distinct, DISTINCT)
 
     def fill(self, step: Any, timeout_s: float = 30.0) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,10 +16,11 @@ import torch
 from ssdgram._cuda import cuda_runtime
 from ssdgram.errors import StoreError
 from ssdgram.frame import Frame
-from ssdgram.kernels.distinct import Distinct
-from ssdgram.kernels.launch import preload, raw_stream
+from ssdgram.kernels.launch import raw_stream
 
 if TYPE_CHECKING:
+    from ssdgram.kernels.distinct import Distinct
+    from ssdgram.kernels.gather import Gather
     from ssdgram.store import Store
 
 
@@ -83,17 +84,7 @@ class InOrder:
         self._end.record(torch.cuda.current_stream(self._device))
 
 
-def distinct(store: Store, tokens: int) -> list[Distinct]:
-    """Each layer's gather that reads a bundle once, for up to `tokens` positions, compiled and loaded."""
-    cuda = store._cuda
-    assert cuda is not None
-    with torch.cuda.device(cuda.device):
-        made = [Distinct(gather.bundles, tokens, cuda.device) for gather in cuda.gathers]
-    preload(cuda.device, [gather.launch("rows", ticket) for gather in made for ticket in (1, 2)])
-    return made
-
-
-def capture(store: Store, targets: Mapping[int, torch.Tensor], sizes: list[tuple[int, int]], gathers: list[Distinct],
+def capture(store: Store, targets: Mapping[int, torch.Tensor], sizes: list[tuple[int, int]], gathers: Sequence[Gather | Distinct],
             least: int) -> dict[int, list[tuple[int, Frame, Graph]]]:
     """For each (start, positions) of `sizes` a graph that writes those rows of every layer's tensor, listed by start. `gathers`: used
     for `least` positions or more."""

@@ -42,7 +42,7 @@ def made(engram, served, monkeypatch):
     """(store, frame, graph, staging) of a step of up to MOST positions."""
     store = served(engram)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
-    store._cuda = types.SimpleNamespace(device=torch.device("cpu"), framed={}, gathers=[], drain=lambda: graph.run())
+    store._cuda = types.SimpleNamespace(device=torch.device("cpu"), framed={}, gathers_for=lambda tokens: [], drain=lambda: graph.run())
     frame = store.frame(MOST)
     store._cuda = None
     graph = Graph(frame)

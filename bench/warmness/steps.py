@@ -32,6 +32,7 @@ HIDDEN = 0.01                                                # of a step: what c
 SHARES = (64, 32, 16, 8)                                     # DRAM budgets of the sweep: 1 / these of the table
 SWEEP_STREAMS = 64
 BLOCKS = 8                                                   # turns of a placement in a cell's pass: clocks and neighbours even out
+FRAME_BLOCK = 2                                              # steps of a turn of what is captured, which differs by less than clocks do
 WAYS = ("ssdgram", "ssdgram-frame", "ssdgram-hbm", "ssdgram-hbm-frame")       # SSDGram's, warm
 ORDER = ("warm", "steady", "mixed", "cold")                  # warm first: the files are still in the page cache
 Key = tuple[str, str, str, int, bool]                        # placement, warmness, kind, tokens, prefetch
@@ -168,15 +169,21 @@ class StepModel:
                 raise ValueError("the trace is too short for this")
             compute = self.compute(kind, tokens)
             self._prepare(state, steps, loops, compute)
-            size = 1 if state == "cold" else max(1, -(-len(steps) // BLOCKS))
-            for k, first in enumerate(range(0, len(steps), size)):
-                for name, way in in_turn(loops, k):
-                    self._block(name, state, kind, steps[first:first + size], compute, way, loops[name, way])
+            framed = {key: loop for key, loop in loops.items() if key[0] in self._frames}
+            others = {key: loop for key, loop in loops.items() if key not in framed}
+            self._take_turns(others, state, kind, steps, 1 if state == "cold" else max(1, -(-len(steps) // BLOCKS)), compute)
+            self._take_turns(framed, state, kind, steps, FRAME_BLOCK, compute)
         if state != "warm":                                  # a warm store stays as it is, the others do not
             self._close_stores()
         if whole.status != "ok":
             for loop in loops.values():
                 loop.turn.status, loop.turn.why = whole.status, whole.why
+
+    def _take_turns(self, loops: dict[tuple[str, bool], Loop], state: str, kind: str, steps: list[Step], size: int, compute: Any) -> None:
+        """The loops' steps by blocks of `size`."""
+        for k, first in enumerate(range(0, len(steps), size)):
+            for name, way in in_turn(loops, k):
+                self._block(name, state, kind, steps[first:first + size], compute, way, loops[name, way])
 
     def _close_stores(self) -> None:
         for framed in self._frames.values():
