@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ssdgram.kernels.gather import ENCODINGS, NO_SCALE, PACKED, ROWS, SCALE_RULES, Bundles, end_launch, store_rows
+from ssdgram.kernels.gather import ENCODINGS, NO_SCALE, PACKED, ROWS, SCALE_RULES, Bundles, is_last, store_done, store_rows
 from ssdgram.kernels.launch import Launch, aligned, next_power_of_two
 
 HEADER = 16                                                  # int64 words before the cells; [0] is the launch's number
@@ -36,7 +36,7 @@ def claim(cell, key, number):  # type: ignore[no-untyped-def]
         before = tl.atomic_cas(cell, found, key, sem="relaxed", scope="gpu")
         mine = before == found
         found = before
-    return mine, (found == key) & (mine == 0)
+    return mine, found == key                                # who replaced a cell found an old number there
 
 
 @triton.jit(do_not_specialize=["ticket", "dram", "hbm", "global_scale", "bits"],
@@ -84,33 +84,37 @@ def distinct_kernel(source, out, table, counter, done, ticket_word, dram: tl.int
         if mine:
             tl.debug_barrier()                               # all warps' rows are stored, and the release below makes them visible
             tl.atomic_xchg(cell + 1, (number << 32) | first, sem="release", scope="gpu")
-    if end_launch(counter, done, ticket_word, ticket, TICKET):
+    if is_last(counter):                                     # the table is ready for the next launch before anybody hears of the end
         if number == LAST:
             for block in range(0, 2 << bits, 1024):
                 tl.store(table + HEADER + block + tl.arange(0, 1024), tl.zeros([1024], tl.int64))
             tl.store(table, tl.full([], 1, tl.int64))
         else:
             tl.store(table, number + 1)
+        tl.debug_barrier()
+        tl.atomic_xchg(counter, 0, sem="acq_rel", scope="gpu")
+        store_done(done, ticket_word, ticket, TICKET)
 
 
 class Distinct:
     """A `Gather` of one layer for slots, with its table: for launches of up to `tokens` positions that run one after the other.
 
     Calls as `Gather`'s, in mode "rows" or "packed" with a counter and a word: what they write is the same. A slot holds a bundle of
-    one order. `memory`: int64 on the device, 16 bytes a cell.
+    one order. `memory`: int64 on the device, 16 bytes a cell. `launches`: compiled variants, shared with others of these bundles.
     """
 
     MODES = {"rows": ROWS, "packed": PACKED}
 
-    def __init__(self, bundles: Bundles, tokens: int, device: torch.device | str) -> None:
+    def __init__(self, bundles: Bundles, tokens: int, device: torch.device | str,
+                 launches: dict[tuple[str, int, torch.dtype], Launch] | None = None) -> None:
         self.bundles, self.tokens = bundles, tokens
         self.cell_bits = max(9, (SPARSE * next_power_of_two(max(1, tokens * bundles.orders))).bit_length() - 1)
-        if tokens * bundles.columns >= 1 << 31 or self.cell_bits > 30:
+        if tokens * bundles.columns >= 1 << 31 or self.cell_bits > 26:
             raise ValueError(f"{tokens} tokens are too many for one gather; split the call")
         self.memory = torch.zeros(HEADER + (2 << self.cell_bits), dtype=torch.int64, device=device)
         self.memory[0] = 1
         self._table = self.memory.data_ptr()
-        self._launches: dict[tuple[str, int, bool], Launch] = {}
+        self._launches = {} if launches is None else launches
         self._global_scale = float(torch.tensor(bundles.global_scale).to(torch.bfloat16))
 
     def __call__(self, source: torch.Tensor, out: torch.Tensor, *, dram: int = 0, hbm: int = 0, counter: torch.Tensor,
@@ -119,22 +123,26 @@ class Distinct:
         if out.dtype == torch.bfloat16 and b.encoding == "bf16":
             out = out.view(torch.uint8)                      # such rows are their own bytes
         tokens, width = source.shape[0], b.row_bytes if mode == "packed" else b.code_bytes if b.encoding == "bf16" else b.dim
-        if tokens > self.tokens:
-            raise ValueError(f"{tokens} tokens are gathered: expected at most {self.tokens}, which the table was made for")
+        self._check(tokens)
         if source.shape != (tokens, b.orders) or source.dtype != torch.int32 or not source.is_contiguous():
             raise ValueError(f"slots must be contiguous int32 [T, {b.orders}]; found {source.dtype} {tuple(source.shape)}")
-        if tuple(out.shape) != (tokens, b.columns, width) or not out.is_contiguous() or not aligned(out):
-            raise ValueError(f"out must be contiguous, 16-byte aligned {(tokens, b.columns, width)}; found {out.dtype} {tuple(out.shape)}")
+        dtypes = (torch.uint8,) if mode == "packed" or b.encoding == "bf16" else (torch.bfloat16, torch.float32)
+        if tuple(out.shape) != (tokens, b.columns, width) or out.dtype not in dtypes or not out.is_contiguous() or not aligned(out):
+            raise ValueError(f"out must be contiguous, 16-byte aligned {dtypes[0]} {(tokens, b.columns, width)}; found {out.dtype} "
+                             f"{tuple(out.shape)}")
         self.launch(mode, 2 if by_word else 1, out.dtype)(
             tokens * b.orders, source, out, self.memory, counter, done, ticket if by_word else out, dram, hbm, 0 if by_word else ticket,
             self._global_scale, self.cell_bits)
 
     def at(self, tokens: int, source: int, out: int, *, mode: str, dram: int, hbm: int, counter: int, done: int, ticket: int) -> None:
         """As `Gather.at`."""
-        if tokens > self.tokens:
-            raise ValueError(f"{tokens} tokens are gathered: expected at most {self.tokens}, which the table was made for")
+        self._check(tokens)
         self.launch(mode, 1).at((tokens * self.bundles.orders, 1, 1), source, out, self._table, counter, done, out, dram, hbm, ticket,
                                 self._global_scale, self.cell_bits)
+
+    def _check(self, tokens: int) -> None:
+        if tokens > self.tokens:
+            raise ValueError(f"{tokens} tokens are gathered: expected at most {self.tokens}, which the table was made for")
 
     def launch(self, mode: str, ticket: int, dtype: torch.dtype | None = None) -> Launch:
         """The compiled variant (see `launch.preload`). ticket: 1 a number, 2 a word."""
@@ -158,3 +166,8 @@ class Distinct:
                 "WIDTH": width, "WIDTH_P2": next_power_of_two(width), "HEADER": HEADER, "LAST": LAST}, warps=WARPS)
             self._launches[mode, ticket, dtype] = found
         return found
+
+    def launches(self) -> list[Launch]:
+        """All variants that a store's calls can need (for `launch.preload`)."""
+        modes = ("packed",) if self.bundles.encoding == "nvfp4" else ("rows", "packed")
+        return [self.launch(mode, ticket) for mode in modes for ticket in (1, 2)]

@@ -158,19 +158,14 @@ def store_done(done, ticket_word, ticket, TICKET: tl.constexpr):  # type: ignore
 
 
 @triton.jit
-def end_launch(counter, done, ticket_word, ticket, TICKET: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A program's end: the last one stores the ticket into `done`, for all bundles were read. Whether this is the last.
+def is_last(counter):  # type: ignore[no-untyped-def]
+    """Whether all programs of the launch have read their bundles: asked by each at its end, true for the last.
 
     What a program loaded it has stored (or scaled) before, so its loads have returned; the barrier says so for all warps. The order of
     the stores does not matter, so no fence is paid for: they belong to the stream, not to the word.
     """
     tl.debug_barrier()
-    before = tl.atomic_add(counter, 1, sem="relaxed", scope="gpu")
-    last = before == tl.num_programs(0) - 1
-    if last:
-        tl.atomic_xchg(counter, 0, sem="relaxed", scope="gpu")
-        store_done(done, ticket_word, ticket, TICKET)
-    return last
+    return tl.atomic_add(counter, 1, sem="relaxed", scope="gpu") == tl.num_programs(0) - 1
 
 
 @triton.jit(do_not_specialize=["tokens", "ticket", "dram", "hbm", "global_scale"],
@@ -206,7 +201,9 @@ def gather_kernel(source, out, out_scales, counter, done, ticket_word, dram: tl.
         store_rows(bundle, head, heads, there, inside, row.to(tl.int64), out, out_scales, global_scale, BLOCK, DIM, CODE_BYTES, SCALE_BYTES,
                    MODE, ENCODING, CODE_P2, SCALE_P2, RULE)
     if TICKET > 0:
-        end_launch(counter, done, ticket_word, ticket, TICKET)
+        if is_last(counter):
+            tl.atomic_xchg(counter, 0, sem="relaxed", scope="gpu")
+            store_done(done, ticket_word, ticket, TICKET)
 
 
 @triton.jit(do_not_specialize=["ticket"], do_not_specialize_on_alignment=["done", "ticket_word"])
@@ -255,6 +252,7 @@ class Gather:
     """
 
     MODES = {"rows": ROWS, "packed": PACKED, "mxfp8": MXFP8}
+    tokens = (1 << 31) - 1                                   # most of a launch
 
     def __init__(self, bundles: Bundles) -> None:
         self.bundles = bundles

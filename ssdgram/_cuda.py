@@ -29,7 +29,7 @@ from ssdgram._calls import wait_for_copies
 from ssdgram.errors import ConfigError, UnavailableError
 from ssdgram.kernels.distinct import Distinct
 from ssdgram.kernels.gather import SLOTS, TILES, Bundles, Gather, mark_done, mark_launch
-from ssdgram.kernels.launch import aligned, forget, preload, raw_stream
+from ssdgram.kernels.launch import Launch, aligned, forget, preload, raw_stream
 from ssdgram.kernels.promote import Promote
 from ssdgram.sequence import Mark
 from ssdgram.staging import DISTINCT
@@ -151,12 +151,14 @@ class CudaSide:
             self._plans: dict[int, tuple[tuple[int, ...], np.ndarray, torch.Tensor, torch.Tensor]] = {}
             self._token_buffers: dict[int, list[torch.Tensor]] = {}
             self._fills: dict[int, FillMemory] = {}
-            self.framed: dict[int, Any] = {}                 # row -> memory of the frame that its batch was loaded into
+            self.framed: dict[int, Any] = {}                 # row -> what the gathers of its batch use beside the row's own memory
             self._counters_at, self._words_at = self.counters.data_ptr(), self.words.data_ptr()
             self._word, self._expected = plan.layers["word"], plan.layers["expected"]        # of each row's layers
             self.gathers: list[Gather] = [self._gather(store, index) for index in range(layers)]
+            self._distinct: list[dict[tuple[str, int, torch.dtype], Launch]] = [{} for _ in self.gathers]    # compiled for all tables
             self._promote = Promote(store._stride)
-            preload(device, [*(g.launch(mode, SLOTS, dtype, ticket, tile) for g in self.gathers for _, tile in TILES
+            preload(device, [*(launch for gather in self._distinct_gathers(1) for launch in gather.launches()),
+                             *(g.launch(mode, SLOTS, dtype, ticket, tile) for g in self.gathers for _, tile in TILES
                                for mode, dtype in (("rows", torch.bfloat16), ("packed", torch.uint8)) for ticket in (1, 2)
                                if mode == "packed" or g.bundles.encoding != "nvfp4"),
                              self._promote.launch, mark_launch(1)])
@@ -188,15 +190,16 @@ class CudaSide:
                               scale_rule=store.scale_rule))
 
     def gathers_for(self, tokens: int) -> SequenceOf[Gather | Distinct]:
-        """Each layer's gather for launches of up to `tokens` positions, one behind the other: for many, those that read each distinct
-        bundle once, with tables of their own; compiled and loaded."""
-        if tokens < DISTINCT:
+        """Each layer's gather for launches of up to `tokens` positions, one behind the other: for many, those that bring each distinct
+        bundle over the link once, with tables of their own. Who launches keeps them until the GPU is done."""
+        if tokens < DISTINCT or self.slab_memory is not None:
             return self.gathers
+        return self._distinct_gathers(tokens)
+
+    def _distinct_gathers(self, tokens: int) -> list[Distinct]:
         with torch.cuda.device(self.device):
-            made = [Distinct(gather.bundles, tokens, self.device) for gather in self.gathers]
-        preload(self.device, [gather.launch(mode, ticket) for gather in made for ticket in (1, 2) for mode in ("rows", "packed")
-                              if mode == "packed" or gather.bundles.encoding != "nvfp4"])
-        return made
+            return [Distinct(gather.bundles, tokens, self.device, launches)
+                    for gather, launches in zip(self.gathers, self._distinct, strict=True)]
 
     # ------------------------------------------------------------ plans and tokens in pinned memory
 

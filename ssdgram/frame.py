@@ -50,7 +50,7 @@ class Frame:
         self._counters = torch.zeros(layers, dtype=torch.int32, device=self._cuda.device)
         self._slots_array, self._words_array = self._slots.numpy(), self._words.numpy()
         self._numbers_array = self._numbers.numpy()
-        self._memory = self._slots, self._numbers, self._words, self._counters
+        self._memory = self._slots, self._numbers, self._words, self._counters, self._gathers
         self._used = np.zeros(layers, np.uint8)              # layers that this frame gathers
         self._about = np.zeros(F_COUNT, np.int64)            # all of that, as compiled code finds it
         self._about[[F_SLOTS, F_NUMBERS, F_WORDS, F_USED, F_POSITIONS]] = (

@@ -218,7 +218,7 @@ def pieces(sequence: Sequence, n: int, sizes: tuple[int, ...]) -> Iterator[Seque
         if done == count:
             return
         size = min(size, count - done)
-        stop = int(outputs[done + size - 1]) + 1
+        stop = len(tokens) if done + size == count else int(outputs[done + size - 1]) + 1       # the last takes what looks at nothing
         first = max(0, start - (n - 1))
         part = Sequence.of_flat(tokens[first:stop], flags[first:stop])
         part.flat_flags[:start - first] &= ~np.uint8(OUTPUT)

@@ -106,8 +106,13 @@ class Staging:
 
     def _order(self, positions: int) -> contextlib.AbstractContextManager[Any]:
         """What is launched under it runs behind what was launched so before, on whatever stream: gathers of distinct bundles share
-        tables."""
-        return self._in_order if self._in_order is not None and positions >= DISTINCT else NOTHING
+        tables. Small steps have none, but they too come behind a step that was interrupted."""
+        if self._in_order is None:
+            return NOTHING
+        if positions < DISTINCT:
+            self._in_order.mend()
+            return NOTHING
+        return self._in_order                                # type: ignore[no-any-return]
 
     def _replay(self, sequence: Sequence, frame: Any, graph: Any, timeout_s: float) -> None:
         store = self.store
@@ -187,7 +192,8 @@ class Staging:
             if cuda is None:
                 batch.rows(layer, out=self.targets[layer][start:start + len(batch)])
                 continue
-            index = self.store._layer_index(layer)
-            gather = self._distinct[index] if self._distinct and DISTINCT <= len(batch) <= self._distinct[index].tokens else None
+            index, gather = self.store._layer_index(layer), None
+            if self._distinct and DISTINCT <= len(batch) <= self._distinct[index].tokens:
+                gather, cuda.framed[batch._row] = self._distinct[index], self._distinct
             with self._beside.use() if number % 2 else NOTHING:
                 cuda.rows_to(batch, index, place + start * row_bytes, gather)

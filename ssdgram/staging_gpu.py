@@ -68,20 +68,30 @@ class Beside:
 
 class InOrder:
     """From one `with` to the next: what is launched on the current stream runs behind what was launched under the last one, even if that
-    was another stream's."""
+    was another stream's. Behind one that ended with an exception (Ctrl-C may come between any two calls) the device is waited for."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._stream, self._end = device, -1, torch.cuda.Event()
+        self._device, self._stream, self._end, self._ended = device, -1, torch.cuda.Event(), True
 
     def __enter__(self) -> None:
+        self.mend()
         stream = raw_stream(self._device.index)
+        self._ended = False
         if stream != self._stream:
             if self._stream != -1:
                 torch.cuda.current_stream(self._device).wait_event(self._end)
             self._stream = stream
 
-    def __exit__(self, *_: object) -> None:
-        self._end.record(torch.cuda.current_stream(self._device))
+    def __exit__(self, kind: Any, *_: object) -> None:
+        if kind is None:
+            self._end.record(torch.cuda.current_stream(self._device))
+            self._ended = True
+
+    def mend(self) -> None:
+        """Wait for the device if the last `with` ended with an exception: what it launched may be on streams that nobody joined."""
+        if not self._ended:
+            torch.cuda.synchronize(self._device)
+            self._ended, self._stream = True, -1
 
 
 def capture(store: Store, targets: Mapping[int, torch.Tensor], sizes: list[tuple[int, int]], gathers: Sequence[Gather | Distinct],

@@ -37,12 +37,17 @@ class Graph:
         self.queued = False
 
 
+class Gathers:
+    """Of a layer, with a table."""
+
+
 @pytest.fixture
 def made(engram, served, monkeypatch):
     """(store, frame, graph, staging) of a step of up to MOST positions."""
     store = served(engram)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
-    store._cuda = types.SimpleNamespace(device=torch.device("cpu"), framed={}, gathers_for=lambda tokens: [], drain=lambda: graph.run())
+    store._cuda = types.SimpleNamespace(
+        device=torch.device("cpu"), framed={}, gathers_for=lambda tokens: [Gathers()], drain=lambda: graph.run())
     frame = store.frame(MOST)
     store._cuda = None
     graph = Graph(frame)
@@ -148,10 +153,11 @@ def test_a_frames_memory_outlives_it_while_its_words_are_awaited(engram, made):
     store, frame, graph, staging = made
     staging.fill(engram.tokens(MOST))
     framed, kept, numbers, words = frame._cuda.framed, weakref.ref(frame._words), frame._numbers_array, frame._words_array
+    tables = weakref.ref(frame._gathers[0])
     staging._graphs.clear()
     del frame, graph, made
     gc.collect()
-    assert kept() is not None and [memory[2] is kept() for memory in framed.values()] == [True]
+    assert tables() is not None and kept() is not None and [memory[2] is kept() for memory in framed.values()] == [True]
     words[:] = numbers                                       # the GPU ran it after all
     assert quiet(store)
 

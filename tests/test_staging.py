@@ -68,7 +68,7 @@ class Side:
     """What a staging asks of a store on a GPU, noted: where rows were gathered to, under which stream, between which marks."""
 
     def __init__(self):
-        self.log, self.beside = [], False
+        self.log, self.beside, self.framed = [], False, {}
 
     def plan_memory(self, row, shape):
         return np.empty(shape, np.int32), None
@@ -148,6 +148,7 @@ def test_large_pieces_are_gathered_by_distinct_bundles(engram, served, monkeypat
     with monkeypatch.context() as patched:
         patched.setattr(store, "_cuda", side)
         assert staging.fill(engram.tokens(22)) == 22
+    assert set(map(id, side.framed.values())) == {id(staging._distinct)}     # its tables live until the batch's words arrived
     assert [(entry[2], entry[4].layer if len(entry) > 4 else None) for entry in side.log if isinstance(entry, tuple)] == [
         (count, layer if count == 6 else None) for count in (4, 9, 6, 3) for layer in store.layers]
 
@@ -159,25 +160,94 @@ def test_steps_that_share_tables_are_in_order(engram, served, monkeypatch):
     store, log = served(engram), []
     staging = store.staging(buffers(store, 40))
 
-    @contextlib.contextmanager
-    def in_order():
-        log.append("begin")
-        try:
-            yield
-        finally:
+    class InOrder:
+        def __enter__(self):
+            log.append("begin")
+
+        def __exit__(self, *_):
             log.append("end")
 
-    monkeypatch.setattr(type(staging), "_in_order", property(lambda self: in_order(), lambda self, value: None), raising=False)
+        def mend(self):
+            log.append("mend")
+
+    staging._in_order = InOrder()
     staging._graphs = {0: [(size, None, size) for size in (4, 7)]}
     monkeypatch.setattr(staging, "_replay", lambda sequence, frame, graph, timeout_s: log.append(f"graph {graph}"))
     monkeypatch.setattr(staging, "_gather", lambda sequence, timeout_s: log.append(len(sequence)))
     for count in (0, 3, 5, 9):
         assert staging.fill(engram.tokens(count)) == count
-    assert log == ["graph 4", "begin", "graph 7", "end", "begin", 9, "end"]
+    assert log == ["mend", "graph 4", "begin", "graph 7", "end", "begin", 9, "end"]
     monkeypatch.setattr(staging, "_gather", lambda sequence, timeout_s: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         staging.fill(engram.tokens(9))
     assert log[-2:] == ["begin", "end"]
+
+
+class Stream:
+    """What the streams before it had been given when it began to wait for them."""
+
+    def __init__(self, handle):
+        self.handle, self.work, self.behind = handle, 0, {}
+
+    def wait_event(self, event):
+        stream, work = event.mark
+        self.behind[stream.handle] = work
+
+
+@pytest.mark.parametrize("interrupted", ("", "body", "record"))
+def test_a_stream_runs_behind_the_last_one(monkeypatch, interrupted):
+    """Or behind everything, if the last step did not end as it should."""
+    pytest.importorskip("triton")
+    from ssdgram import staging_gpu
+
+    current, synchronized, failing = [], [], []
+
+    class Event:
+        def record(self, stream):
+            if failing:
+                raise failing.pop()
+            self.mark = stream, stream.work
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronized.append)
+    monkeypatch.setattr(staging_gpu, "raw_stream", lambda index: current[-1].handle)
+    device = types.SimpleNamespace(index=0)
+    order, streams = staging_gpu.InOrder(device), [Stream(handle) for handle in (0, 7, 9)]
+
+    def step(stream, error=None):
+        current.append(stream)
+        with order:
+            stream.work += 1
+            if error is not None:
+                raise error
+
+    step(streams[0])
+    step(streams[0])
+    assert not streams[0].behind
+    if interrupted == "record":
+        failing.append(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt) if interrupted else contextlib.nullcontext():
+        step(streams[1], KeyboardInterrupt() if interrupted == "body" else None)
+    assert streams[1].behind == {0: 2} and not synchronized
+    step(streams[2])
+    assert (streams[2].behind, synchronized) == (({}, [device]) if interrupted else ({7: 1}, []))
+    order.mend()
+    assert synchronized == [device] * bool(interrupted)
+
+
+def test_a_bad_id_behind_the_last_output_is_found(engram, served, monkeypatch):
+    """However the step is cut: a request without tokens has a window."""
+    monkeypatch.setattr(module, "PIECES", (4,))
+    store = served(engram)
+    windows = engram.tokens(6, seed=2).reshape(2, 3)
+    windows[1, 2] = store._vocabulary
+    step = Sequence.ragged(engram.tokens(12), [12, 0], windows)
+    with pytest.raises(ssdgram.TokenError):
+        store.prefetch(step)
+    with pytest.raises(ssdgram.TokenError):
+        store.staging(buffers(store, 20)).fill(step)
+    assert quiet(store)
 
 
 @pytest.mark.parametrize("most", (1, 16, 512, 513, 2048, 3000, 8192, 50_000))

@@ -214,12 +214,14 @@ def test_cudas_memory_is_what_was_asked_for(built):
         assert store._arena.size + store._cuda.pool.bytes <= (1 << 30) * 1.02
 
 
-def test_distinct_bundles_are_read_once_and_exact(built):
+def test_distinct_bundles_are_read_once_and_exact(built, monkeypatch):
     """Steps in which most n-grams come again, by every way to a gather of many positions, while bundles come, go and are promoted."""
     generator = np.random.default_rng(21)
     with ssdgram.open(built, dram="96MiB", hbm="1MiB", device="cuda") as store:
         outs = {layer: torch.zeros(2600, len(store.columns), store.dim, dtype=torch.bfloat16, device="cuda") for layer in store.layers}
         staging, frame, other = store.staging(outs), store.frame(700), torch.cuda.Stream()
+        tables, forks, fork = [*staging._distinct, *frame._gathers], [], staging._beside.fork
+        monkeypatch.setattr(staging._beside, "fork", lambda: (forks.append(1), fork()))
         framed = {layer: torch.zeros(700, len(store.columns), store.dim, dtype=torch.bfloat16, device="cuda") for layer in store.layers}
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -243,6 +245,7 @@ def test_distinct_bundles_are_read_once_and_exact(built):
                     wanted = batch.rows(layer).view(torch.int16)
                     assert torch.equal(wanted, rows.view(torch.int16)) and torch.equal(wanted, outs[layer][:count].view(torch.int16))
                     assert torch.equal(wanted[:700], framed[layer][:min(count, 700)].view(torch.int16))
+        assert all(int(table.memory[0]) > 40 for table in tables) and len(forks) > 10
 
 
 def test_staged_steps_of_all_sizes_are_exact(built):

@@ -352,11 +352,13 @@ class DeviceSsdgram(Ssdgram):
 
     def pcie_bytes(self, step: Step) -> int:
         """Whole bundles, as if none were in HBM: of a large piece the distinct ones, of a small one those of every position."""
-        return sum(self._crossing(ids[start:stop]) for start, stop in bounds(len(step)) for ids in step.ids) * self.geometry.row_bytes
+        rows = sum(self._crossing(ids[start:stop], start) for start, stop in bounds(len(step)) for ids in step.ids)
+        return rows * self.geometry.row_bytes
 
-    def _crossing(self, ids: np.ndarray) -> int:
-        """Rows of a piece (int64 [positions, columns]) that cross the link."""
-        if len(ids) < staging.DISTINCT:
+    def _crossing(self, ids: np.ndarray, start: int) -> int:
+        """Rows of a piece (int64 [positions, columns]) that cross the link. Its graph, if it has one, says how it is gathered."""
+        sizes = [size for first, size in staging.graphs_of(self.landing.most) if first == start and size >= len(ids)]
+        if min(sizes, default=len(ids)) < staging.DISTINCT:
             return int(ids.size)
         heads = self.geometry.heads
         return sum(len(np.unique(ids[:, first:first + heads], axis=0)) * heads for first in range(0, ids.shape[1], heads))

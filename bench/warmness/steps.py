@@ -183,7 +183,7 @@ class StepModel:
         """The loops' steps by blocks of `size`."""
         for k, first in enumerate(range(0, len(steps), size)):
             for name, way in in_turn(loops, k):
-                self._block(name, state, kind, steps[first:first + size], compute, way, loops[name, way])
+                self._block(name, state, kind, steps[first:first + size], steps[first - 1], compute, way, loops[name, way])
 
     def _close_stores(self) -> None:
         for framed in self._frames.values():
@@ -233,7 +233,8 @@ class StepModel:
         if ours.heated and state == "warm":
             self.states.heat(ours.opened, warm)
 
-    def _block(self, name: str, state: str, kind: str, block: list[Step], compute: Any, prefetch: bool, loop: Loop) -> None:
+    def _block(self, name: str, state: str, kind: str, block: list[Step], before: Step, compute: Any, prefetch: bool, loop: Loop) -> None:
+        """Time the block's steps. `before`: one of another block, which leads in."""
         placement = self._placement(name)
         if loop.turn.status != "ok" or sum(loop.seconds) > self.sizes.budget_s:
             return
@@ -241,11 +242,11 @@ class StepModel:
             if placement is not None and state == "cold":
                 placement.forget()
             if state == "warm" and (placement is None or placement.leads_in):            # untimed: first after another's work
-                self._step(name, block[-1], compute, prefetch)
-            before = placement.snapshot() if placement is not None else None
+                self._step(name, before, compute, prefetch)
+            snapshot = placement.snapshot() if placement is not None else None
             loop.seconds += [self._step(name, step, compute, prefetch) for step in block]
             if placement is not None:
-                loop.accounts.append(placement.account(before, placement.snapshot(), block, 0, 0))
+                loop.accounts.append(placement.account(snapshot, placement.snapshot(), block, 0, 0))
 
     def _step(self, name: str, step: Step, compute: Any, prefetch: bool) -> float:
         """Seconds of one step of a loop."""
@@ -265,7 +266,7 @@ class StepModel:
             with guarded(loop.turn):
                 ours.use(self.states.after((0, self.half), dram=dram, hbm=ours.hbm))
                 try:
-                    self._block("ssdgram", "steady", "decode", steps, compute, True, loop)
+                    self._block("ssdgram", "steady", "decode", steps, steps[-1], compute, True, loop)
                 finally:
                     ours.close_store()
             entry: dict[str, Any] = {"dram": dram, "share": self.share * SHARES[-1] / share, "status": loop.turn.status,

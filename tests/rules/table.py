@@ -326,6 +326,12 @@ RULES = (
     Rule(1, "gathers of distinct bundles that share tables are in order", "ssdgram/staging.py",
          "        with self._order(count):", "        with NOTHING:",
          ("test_staging.py::test_steps_that_share_tables_are_in_order",)),
+    Rule(1, "... on whatever stream", "ssdgram/staging_gpu.py",
+         "                torch.cuda.current_stream(self._device).wait_event(self._end)", "                pass",
+         ("test_staging.py::test_a_stream_runs_behind_the_last_one",)),
+    Rule(1, "the tables of a gather outlive whoever launched it", "ssdgram/staging.py",
+         "gather, cuda.framed[batch._row] = self._distinct[index], self._distinct", "gather = self._distinct[index]",
+         ("test_staging.py::test_large_pieces_are_gathered_by_distinct_bundles",)),
 
     # ------------------------------------------------------------ 1 where a GPU is needed to see them
     Rule(1, "slots wait for the words (on the GPU)", "ssdgram/_batches.py",
