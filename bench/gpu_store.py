@@ -161,8 +161,9 @@ def _memory_taken(out: Path, dram: int, hbm: int) -> dict[str, int]:
     free_before = torch.cuda.mem_get_info()[0]
     with ssdgram.open(out, dram=dram, hbm=hbm, device="cuda") as store:
         generator = np.random.default_rng(8)
-        for _ in range(12):
-            with store.prefetch(np.minimum(generator.geometric(0.001, 1024), 129_000) - 1) as batch:
+        prompts = [generator.integers(0, 129_000, 256) for _ in range(PROMPTS)]
+        for number in range(24 * PROMPTS):
+            with store.prefetch(prompts[number % PROMPTS]) as batch:
                 batch.rows(store.layers[0])
         torch.cuda.synchronize()
         torch.cuda.empty_cache()

@@ -232,13 +232,13 @@ def test_distinct_bundles_are_read_once_and_exact(built, monkeypatch):
             count = int(generator.integers(130, 2601))
             tokens = phrases[generator.integers(0, 12, -(-count // 20))].reshape(-1)[:count]
             with torch.cuda.stream(other if step % 3 == 1 else torch.cuda.current_stream()):       # tables are used in order
-                torch.cuda._sleep(3_000_000 * (step % 3))
+                torch.cuda._sleep(40_000_000 * (step % 3 > 0))               # some 20 ms
                 assert staging.fill(tokens) == count
                 found = [out[:count].clone() for out in outs.values()]
+                assert staging.fill(tokens) == count         # the first pieces' frames are busy: gathers are launched one by one
                 with store.prefetch(tokens[:700]) as batch:
                     frame.load(batch)
                     graph.replay()
-                assert staging.fill(tokens) == count         # the first pieces' frames are busy: gathers are launched one by one
             torch.cuda.synchronize()
             with store.prefetch(tokens) as batch:
                 for layer, rows in zip(store.layers, found, strict=True):
