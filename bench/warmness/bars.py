@@ -1,8 +1,8 @@
 """What the run is held to: each bar with what was found, and why it does not apply where it does not.
 
 Nothing is measured here, and nothing rounded in the project's favour. Each bar has a line for a store with DRAM alone and one for a
-store whose hot set is in GPU memory too; a step is the faster of its two ways (calls, frame), and is held to each way of the whole
-table. All are held to medians: means differ by a percent from loop to loop of the stand-in alone, and by more where a cell has a
+store whose hot set is in GPU memory too. A step is held to each way of the whole table, captured ones (`NAME-frame`) to captured ones:
+these take their turns with each other, the others with the others, and clocks differ from one to the other. All are held to medians: means differ by a percent from loop to loop of the stand-in alone, and by more where a cell has a
 long tail. What the means give stands beside it. What this run could not test is said to be untested.
 """
 
@@ -62,11 +62,9 @@ def _steps(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
              if row["status"] == "ok" and row["kind"] == "decode" and row["warmness"] == "warm"}
     within = result["budget"]["share"] <= MOST_SHARE + 1e-6
     for batch, store in itertools.product(BATCHES, _stores(result)):
-        ways = [loops[name, batch, True] for name in (store, f"{store}-frame") if (name, batch, True) in loops]
-        ours = min(ways, key=lambda row: float(row["step_ms"]["p50"]), default=None)
-        way = ours["placement"] if ours else store
         for (name, bar, text), how in itertools.product((("hbm", OF_HBM, f">= {OF_HBM}"), ("dram-uva", 1.0, "> 1")), HOW):
-            theirs = loops.get((f"{name}-frame", batch, True) if how == CAPTURED else (name, batch, how == AHEAD))
+            way, their_way = (f"{store}-frame", f"{name}-frame") if how == CAPTURED else (store, name)
+            ours, theirs = loops.get((way, batch, True)), loops.get((their_way, batch, how != IN_LINE))
             yield _bar(f"warm {way} over {name} ({how}), step-model tokens/s, batch {batch}{_mark(ours, theirs)}", text,
                        functools.partial(operator.le if name == "hbm" else operator.lt, bar), ours if within else None, theirs,
                        "step_ms", "tokens_s")
