@@ -232,6 +232,7 @@ def test_distinct_bundles_are_read_once_and_exact(built, monkeypatch):
             count = int(generator.integers(130, 2601))
             tokens = phrases[generator.integers(0, 12, -(-count // 20))].reshape(-1)[:count]
             with torch.cuda.stream(other if step % 3 == 1 else torch.cuda.current_stream()):       # tables are used in order
+                assert staging.fill(tokens) == count         # reads what is missing
                 torch.cuda._sleep(40_000_000 * (step % 3 > 0))               # some 20 ms
                 assert staging.fill(tokens) == count
                 found = [out[:count].clone() for out in outs.values()]
