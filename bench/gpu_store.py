@@ -2,10 +2,10 @@
 
     python -m ssdgram.bench.gpu_store [--folder F] [--rows 120000] [--sections memory,hotset,steps] [--tokens 64,256] [--out FOLDER]
 
-Makes a store of its own (made-up rows, the real tokenizer's map; about 3 GiB at the default size), serves random tokens that
-were all served before (warm, in DRAM), and checks every row of the first round bit by bit. The peer's figures for the same
-machine come from bench/gpu.py, in the same call of bench/gpu_machine.sh. A time is host wall clock from the call of `prefetch`
-to the end of the last gather; medians over at least 40 rounds of fresh token lists.
+Makes a store of its own (made-up rows, the real tokenizer's map; about 3 GiB at the default size) and serves random tokens that
+were all served before (warm, in DRAM). All rows of each list's bytes are checked, and one step's of each way. The peer's figures
+for the same machine come from bench/gpu.py: run it beside. A time is host wall clock from the call of `prefetch` to the end of
+the last gather; medians over --rounds rounds, in which the token lists take turns.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     program   one position's bundle ─► claims it in a table ─► first:   reads it, stores its rows, says where
                                                             └► another: waits for that, copies the rows within GPU memory
 
-In a chunk of text every second bundle or more came before (docs/performance.md), and host memory has no cache on the GPU: L2 does not keep
-what comes over PCIe, so each of them crosses the link again in `gather.py`. Who waits, waits for a program that runs already and
+Of a step of text a quarter to three quarters of the bundles come again in it (docs/lab-log.md), and L2 does not keep what comes from
+host memory, so each of them crosses the link again in `gather.py`. Who waits, waits for a program that runs already and
 waits for nobody, so the wait ends. Bundles in HBM, and those whose cell of the table belongs to another, are read as they are.
 Invariant: a cell is believed only if it carries this launch's number, and no two launches that share a table run at the same time.
 """

@@ -252,7 +252,6 @@ class Gather:
     """
 
     MODES = {"rows": ROWS, "packed": PACKED, "mxfp8": MXFP8}
-    tokens = (1 << 31) - 1                                   # most of a launch
 
     def __init__(self, bundles: Bundles) -> None:
         self.bundles = bundles

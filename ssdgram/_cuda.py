@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+import triton
 
 from ssdgram import _plan_state as p
 from ssdgram import _state as s
@@ -45,6 +46,7 @@ log = logging.getLogger("ssdgram")
 CHUNK = 1 << 30                                              # bytes registered by one call: a multiple of every page size
 MAPPED_PORTABLE, READ_ONLY = 3, 8                            # cudaHostRegisterMapped | cudaHostRegisterPortable; cudaHostRegisterReadOnly
 LEAST_BUFFER = 1 << 12
+LEAST_TRITON = (3, 6)
 NOTHING = contextlib.nullcontext()
 
 
@@ -59,6 +61,9 @@ def checked_device(name: str) -> torch.device:
     if not torch.cuda.is_available():
         raise UnavailableError(f"device={name!r}: torch {torch.__version__} sees no CUDA device; install a CUDA build of torch, "
                                f"or open with device='cpu'")
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < LEAST_TRITON:
+        raise UnavailableError(f"device={name!r}: triton {triton.__version__} is installed, which cannot compile the gathers: expected "
+                               f"{'.'.join(map(str, LEAST_TRITON))} or newer, which comes with torch 2.10")
     index = torch.cuda.current_device() if device.index is None else device.index
     if index >= torch.cuda.device_count():
         raise ConfigError(f"device={name!r}: this machine has {torch.cuda.device_count()} CUDA devices")
@@ -151,7 +156,7 @@ class CudaSide:
             self._plans: dict[int, tuple[tuple[int, ...], np.ndarray, torch.Tensor, torch.Tensor]] = {}
             self._token_buffers: dict[int, list[torch.Tensor]] = {}
             self._fills: dict[int, FillMemory] = {}
-            self.framed: dict[int, Any] = {}                 # row -> what the gathers of its batch use beside the row's own memory
+            self.kept_by_row: dict[int, Any] = {}            # row -> what the gathers of its batch use beside the row's own memory
             self._counters_at, self._words_at = self.counters.data_ptr(), self.words.data_ptr()
             self._word, self._expected = plan.layers["word"], plan.layers["expected"]        # of each row's layers
             self.gathers: list[Gather] = [self._gather(store, index) for index in range(layers)]
@@ -409,10 +414,10 @@ def cuda_runtime() -> ctypes.CDLL:
 
 
 def _copy_loop(plan: Any, state: Any, device: torch.device, promote: Promote, counter: torch.Tensor, slab: int, hbm: int) -> None:
-    """The copier's thread: launches each list of copies that the planner asks for, on a stream of low priority."""
+    """The copier's thread: launches each list of copies that the planner asks for, on a stream of its own."""
     pairs, done = torch.from_numpy(plan.copies), torch.from_numpy(plan.copy_word)
     launched = 0
-    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device, priority=0)):
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
         while int(state.control[s.STOP]) == 0:
             requested = int(wait_for_copies(plan.control, state.control, state.words, launched, 100_000_000))
             if requested > launched:

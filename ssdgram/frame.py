@@ -112,7 +112,7 @@ class Frame:
     def _take(self, batch: Batch) -> None:
         """The batch is about to be loaded: Ctrl-C behind that finds it, and the words that its row will point to stay."""
         self._loaded = batch
-        self._cuda.framed[batch._row] = self._memory
+        self._cuda.kept_by_row[batch._row] = self._memory
 
     @property
     def _number(self) -> int:

@@ -204,27 +204,33 @@ def flatten(sequences: list[Sequence], n: int) -> tuple[np.ndarray, np.ndarray, 
     return flat_tokens, flat_flags, sum(len(sequence) for sequence in sequences)
 
 
+def cuts(count: int, sizes: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """(start, stop) of the pieces of `count` positions: of those sizes, the last one again and again."""
+    start = 0
+    for size in itertools.chain(sizes, itertools.repeat(sizes[-1])):
+        if start >= count:
+            return
+        yield start, min(start + size, count)
+        start += size
+
+
 def pieces(sequence: Sequence, n: int, sizes: tuple[int, ...]) -> Iterator[Sequence]:
-    """The sequence cut into parts of those many output positions (the last size again and again), each with what it looks back at; their
-    rows are, one part behind the other, those of the whole. Tokens that are not on the host are not cut. A part is cut when it is
-    asked for."""
+    """The sequence cut into parts of those many output positions (see `cuts`), each with what it looks back at; their rows are, one part
+    behind the other, those of the whole. Tokens that are not on the host are not cut. A part is cut when it is asked for."""
     count = len(sequence)
     if sequence.fill is not None or sequence.device_tokens is not None or count <= sizes[0]:
         yield sequence
         return
     tokens, flags, _ = flatten([sequence], n)
-    outputs, start, done = np.flatnonzero(flags & OUTPUT), 0, 0
-    for size in itertools.chain(sizes, itertools.repeat(sizes[-1])):
-        if done == count:
-            return
-        size = min(size, count - done)
-        stop = len(tokens) if done + size == count else int(outputs[done + size - 1]) + 1       # the last takes what looks at nothing
-        first = max(0, start - (n - 1))
-        part = Sequence.of_flat(tokens[first:stop], flags[first:stop])
-        part.flat_flags[:start - first] &= ~np.uint8(OUTPUT)
-        part._length = size
+    outputs, begin = np.flatnonzero(flags & OUTPUT), 0
+    for start, stop in cuts(count, sizes):
+        end = len(tokens) if stop == count else int(outputs[stop - 1]) + 1   # the last takes what looks at nothing
+        first = max(0, begin - (n - 1))
+        part = Sequence.of_flat(tokens[first:end], flags[first:end])
+        part.flat_flags[:begin - first] &= ~np.uint8(OUTPUT)
+        part._length = stop - start
         yield part
-        start, done = stop, done + size
+        begin = end
 
 
 def check_ids(sequences: list[Sequence], n: int, flat_tokens: np.ndarray, flat_flags: np.ndarray, vocab_size: int) -> None:

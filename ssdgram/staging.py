@@ -5,9 +5,9 @@
 
 A small step (a decode step) is planned by the calling thread, put into a frame and gathered by one launch of a CUDA graph that
 was captured here. A large one (a prefill) is cut into pieces: while the GPU gathers the first the next is planned, so the plan
-costs the time of one piece. Each piece begins at a row that is known beforehand, so they are gathered by captured graphs, too. From
-the first piece on that has none (the GPU is behind, or the step is very long) gathers are launched one by one, the layers by turns
-on the current stream and on one beside it, so that one's end, which leaves the link idle, is behind another's begin. Of large
+costs the time of one piece. Each piece begins at a row that is known beforehand, so pieces have captured graphs, too. Where there is
+none (the GPU is behind, or the step is very long) that piece and all after it are gathered by single launches, the layers by turns
+on the current stream and on one beside it: the end of one gather, which leaves the link idle, is filled by the other. Of large
 pieces each distinct bundle is read once. It knows neither cache nor planner; it is built on batches and frames.
 Invariant: when `fill` returns or raises, what is launched on the current stream runs behind all gathers, and their slots are held
 until they have run.
@@ -17,22 +17,22 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import itertools
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ssdgram.errors import BatchTooLargeError, ConfigError, StoreBusyError, TokenError
-from ssdgram.sequence import Sequence, check_ids, flatten, pieces
+from ssdgram.sequence import Sequence, check_ids, cuts, flatten, pieces
 
 if TYPE_CHECKING:
     from ssdgram.batch import Batch
     from ssdgram.store import Store
 
-GRAPHS = (16, 64, 128, 256, 512)                             # positions that the graphs of a step's begin are for
+GRAPHS = (16, 64, 128, 256, 512)                             # positions of the graphs that begin a step
 AHEAD = 3                                                    # pieces under way at a time
 PIECES = (512, 1024, 2048)                                   # positions of the first pieces, and of all others: while one is gathered
-                                                             # the next is planned, so the first are small
+                                                             # the next is planned, so the first are small; multiples of 8, for a gather
+                                                             # writes to 16-byte boundaries
 CAPTURED = 16384                                             # rows that the graphs of pieces reach over
 DISTINCT = 256                                               # positions from which a gather reads each distinct bundle once
 NOTHING = contextlib.nullcontext()
@@ -41,17 +41,11 @@ NOTHING = contextlib.nullcontext()
 def graphs_of(most: int) -> list[tuple[int, int]]:
     """(first row, positions) of the graphs for steps of up to `most` positions: those that begin a step, few positions first, then
     for each later piece one of each size that it may have."""
-    found = [(0, size) for size in GRAPHS if size < most] + [(0, most)] * (most <= GRAPHS[-1])
-    start = 0
-    for piece in itertools.chain(PIECES, itertools.repeat(PIECES[-1])):
-        if start > 0:
-            found += [(start, size) for size in PIECES if size <= piece and start + size <= most]
-            if piece > most - start > 0:
-                found.append((start, most - start))
-        start += piece
-        if start >= min(most, CAPTURED):
-            return sorted(set(found))
-    return found
+    found = {(0, min(size, most)) for size in GRAPHS}
+    for start, stop in cuts(most, PIECES):
+        if 0 < start < CAPTURED:
+            found |= {(start, min(size, stop - start)) for size in PIECES}
+    return sorted(found)
 
 
 class Staging:
@@ -68,7 +62,6 @@ class Staging:
                 raise ConfigError(f"layer {layer}'s tensor is {target.dtype} {list(target.shape)}: expected contiguous torch.bfloat16 "
                                   f"[tokens, {shape[0]}, {shape[1]}]")
         self.places = {layer: (target.data_ptr(), target.shape[0], target.dtype) for layer, target in self.targets.items()}
-        self._cuttable = store._cuda is None or shape[0] * shape[1] * 2 % 16 == 0        # a gather writes to 16-byte boundaries
         self._graphs: dict[int, list[tuple[int, Any, Any]]] = {}     # first row -> (positions, frame, graph), from few to many
         self._beside: Any = None                             # the other stream
         self._distinct: Any = ()                             # of each layer, the gather for large pieces
@@ -77,16 +70,17 @@ class Staging:
             from ssdgram import staging_gpu
 
             self._beside = staging_gpu.Beside(store._cuda.device)
-            if self.most >= DISTINCT:
+            if self.most >= DISTINCT and store._cuda.slab_memory is None:
                 self._in_order = staging_gpu.InOrder(store._cuda.device)
                 self._distinct = store._cuda.gathers_for(min(self.most, max(PIECES)))
-            self._graphs = staging_gpu.capture(store, self.targets, graphs_of(self.most), self._distinct, DISTINCT)
+            self._graphs = staging_gpu.capture(store, self.targets, graphs_of(self.most), self._distinct)
 
     def fill(self, step: Any, timeout_s: float = 30.0) -> int:
         """Rows of the step's positions into the first rows of every tensor; how many positions there are.
 
         `step`: a Sequence, or what `prefetch` takes as tokens. Waits for reads; for the GPU only while it still gathers the last small
-        step of that size, and while it is so many pieces behind that no batch is free. Rows behind the step's are left or set to zero.
+        step by the same graph, while it is so many pieces behind that no batch is free, and after a step that ended with an exception.
+        Rows behind the step's are left or set to zero.
         Raises what `prefetch` and `Batch.wait` raise, when some rows may have been written already; BatchTooLargeError for more
         positions than fit.
         """
@@ -141,7 +135,7 @@ class Staging:
         """Piece by piece; the next ones are begun before the first is waited for, so that the planner always has one."""
         store, deadline, start = self.store, time.monotonic() + timeout_s, 0
         n = store.geometry.max_ngram
-        parts = iter(pieces(sequence, n, PIECES) if self._cuttable else [sequence])
+        parts = pieces(sequence, n, PIECES)
         begun: collections.deque[Batch] = collections.deque()
         coming, forked = next(parts, None), False
         try:
@@ -194,6 +188,7 @@ class Staging:
                 continue
             index, gather = self.store._layer_index(layer), None
             if self._distinct and DISTINCT <= len(batch) <= self._distinct[index].tokens:
-                gather, cuda.framed[batch._row] = self._distinct[index], self._distinct
+                gather = self._distinct[index]
+                cuda.kept_by_row[batch._row] = self._distinct        # until its words arrived, whatever becomes of this object
             with self._beside.use() if number % 2 else NOTHING:
                 cuda.rows_to(batch, index, place + start * row_bytes, gather)

@@ -17,6 +17,7 @@ from ssdgram._cuda import cuda_runtime
 from ssdgram.errors import StoreError
 from ssdgram.frame import Frame
 from ssdgram.kernels.launch import raw_stream
+from ssdgram.staging import DISTINCT
 
 if TYPE_CHECKING:
     from ssdgram.kernels.distinct import Distinct
@@ -94,15 +95,15 @@ class InOrder:
             self._ended, self._stream = True, -1
 
 
-def capture(store: Store, targets: Mapping[int, torch.Tensor], sizes: list[tuple[int, int]], gathers: Sequence[Gather | Distinct],
-            least: int) -> dict[int, list[tuple[int, Frame, Graph]]]:
-    """For each (start, positions) of `sizes` a graph that writes those rows of every layer's tensor, listed by start. `gathers`: used
-    for `least` positions or more."""
+def capture(store: Store, targets: Mapping[int, torch.Tensor], sizes: list[tuple[int, int]],
+            distinct: Sequence[Gather | Distinct]) -> dict[int, list[tuple[int, Frame, Graph]]]:
+    """For each (start, positions) of `sizes` a graph that writes those rows of every layer's tensor, listed by start. `distinct`: of
+    each layer, the gather for DISTINCT positions or more (empty: as for fewer)."""
     made: dict[int, list[tuple[int, Frame, Graph]]] = {}
     with torch.cuda.device(store._cuda.device):              # type: ignore[union-attr]
         first, side = torch.cuda.Stream(), torch.cuda.Stream()               # torch's own default may be another device's
         for start, size in sizes:
-            frame, graph = Frame(store, size, gathers if size >= least and gathers else None), torch.cuda.CUDAGraph()
+            frame, graph = Frame(store, size, distinct if size >= DISTINCT else None), torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=first, capture_error_mode="thread_local"):
                 main = torch.cuda.current_stream()
                 side.wait_stream(main)

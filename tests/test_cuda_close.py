@@ -74,3 +74,19 @@ def test_a_store_whose_gpu_does_not_end_leaks_its_memory(engram, caplog):
     assert len(ssdgram.store._leaked) == leaked + 1 and store._arena in ssdgram.store._leaked[-1]
     assert store._state.slab[:64].shape == (64,)             # still mapped
     _opening.close_files(ssdgram.store._leaked.pop()[3])
+
+
+@pytest.mark.parametrize("version,refused", (("3.5.1", True), ("3.6.0", False), ("3.10.0+git", False)))
+def test_a_triton_that_cannot_compile_the_gathers_is_refused(monkeypatch, version, refused):
+    import triton
+
+    from ssdgram._cuda import checked_device
+
+    monkeypatch.setattr(triton, "__version__", version)
+    for name, answer in (("is_available", True), ("current_device", 0), ("device_count", 1)):
+        monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
+    if refused:
+        with pytest.raises(ssdgram.UnavailableError, match=r"triton 3\.5\.1 is installed.*expected 3\.6"):
+            checked_device("cuda")
+    else:
+        assert checked_device("cuda") == torch.device("cuda", 0)

@@ -47,7 +47,7 @@ def made(engram, served, monkeypatch):
     store = served(engram)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     store._cuda = types.SimpleNamespace(
-        device=torch.device("cpu"), framed={}, gathers_for=lambda tokens: [Gathers()], drain=lambda: graph.run())
+        device=torch.device("cpu"), kept_by_row={}, gathers_for=lambda tokens: [Gathers()], drain=lambda: graph.run())
     frame = store.frame(MOST)
     store._cuda = None
     graph = Graph(frame)
@@ -152,7 +152,7 @@ def test_a_load_that_fails_does_not_touch_the_launch_before(engram, made):
 def test_a_frames_memory_outlives_it_while_its_words_are_awaited(engram, made):
     store, frame, graph, staging = made
     staging.fill(engram.tokens(MOST))
-    framed, kept, numbers, words = frame._cuda.framed, weakref.ref(frame._words), frame._numbers_array, frame._words_array
+    framed, kept, numbers, words = frame._cuda.kept_by_row, weakref.ref(frame._words), frame._numbers_array, frame._words_array
     tables = weakref.ref(frame._gathers[0])
     staging._graphs.clear()
     del frame, graph, made

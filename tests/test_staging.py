@@ -68,7 +68,7 @@ class Side:
     """What a staging asks of a store on a GPU, noted: where rows were gathered to, under which stream, between which marks."""
 
     def __init__(self):
-        self.log, self.beside, self.framed = [], False, {}
+        self.log, self.beside, self.kept_by_row = [], False, {}
 
     def plan_memory(self, row, shape):
         return np.empty(shape, np.int32), None
@@ -148,7 +148,7 @@ def test_large_pieces_are_gathered_by_distinct_bundles(engram, served, monkeypat
     with monkeypatch.context() as patched:
         patched.setattr(store, "_cuda", side)
         assert staging.fill(engram.tokens(22)) == 22
-    assert set(map(id, side.framed.values())) == {id(staging._distinct)}     # its tables live until the batch's words arrived
+    assert set(map(id, side.kept_by_row.values())) == {id(staging._distinct)}     # its tables live until the batch's words arrived
     assert [(entry[2], entry[4].layer if len(entry) > 4 else None) for entry in side.log if isinstance(entry, tuple)] == [
         (count, layer if count == 6 else None) for count in (4, 9, 6, 3) for layer in store.layers]
 

@@ -2,8 +2,9 @@
 
 Nothing is measured here, and nothing rounded in the project's favour. Each bar has a line for a store with DRAM alone and one for a
 store whose hot set is in GPU memory too. A step is held to each way of the whole table, captured ones (`NAME-frame`) to captured ones:
-these take their turns with each other, the others with the others, and clocks differ from one to the other. All are held to medians: means differ by a percent from loop to loop of the stand-in alone, and by more where a cell has a
-long tail. What the means give stands beside it. What this run could not test is said to be untested.
+these take their turns with each other, the others with the others, and clocks differ from one to the other. All are held to medians:
+means differ by a percent from loop to loop of the stand-in alone, and by more where a cell has a long tail. What the means give stands
+beside it. What this run could not test is said to be untested.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ def _steps(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
         for (name, bar, text), how in itertools.product((("hbm", OF_HBM, f">= {OF_HBM}"), ("dram-uva", 1.0, "> 1")), HOW):
             way, their_way = (f"{store}-frame", f"{name}-frame") if how == CAPTURED else (store, name)
             ours, theirs = loops.get((way, batch, True)), loops.get((their_way, batch, how != IN_LINE))
-            yield _bar(f"warm {way} over {name} ({how}), step-model tokens/s, batch {batch}{_mark(ours, theirs)}", text,
+            ahead = "" if how == CAPTURED else f" ({AHEAD})"
+            yield _bar(f"warm {way}{ahead} over {name} ({how}), step-model tokens/s, batch {batch}{_mark(ours, theirs)}", text,
                        functools.partial(operator.le if name == "hbm" else operator.lt, bar), ours if within else None, theirs,
                        "step_ms", "tokens_s")
 

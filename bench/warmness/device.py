@@ -12,7 +12,6 @@ device. Invariant: nothing here is imported on a machine without a GPU.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -44,6 +43,7 @@ from ssdgram.kernels.hash import OUTPUT, PLE_RULE
 from ssdgram.kernels.hash_gpu import NO_FAULT, Hash
 from ssdgram.kernels.launch import Launch
 from ssdgram.layout.manifest import Manifest
+from ssdgram.sequence import cuts
 from ssdgram.store import Store
 
 SORTED_FROM = 256                                            # tokens from which vLLM's pinned lookup is faster with sorted ids
@@ -352,7 +352,7 @@ class DeviceSsdgram(Ssdgram):
 
     def pcie_bytes(self, step: Step) -> int:
         """Whole bundles, as if none were in HBM: of a large piece the distinct ones, of a small one those of every position."""
-        rows = sum(self._crossing(ids[start:stop], start) for start, stop in bounds(len(step)) for ids in step.ids)
+        rows = sum(self._crossing(ids[start:stop], start) for start, stop in cuts(len(step), staging.PIECES) for ids in step.ids)
         return rows * self.geometry.row_bytes
 
     def _crossing(self, ids: np.ndarray, start: int) -> int:
@@ -380,18 +380,6 @@ class HotSsdgram(DeviceSsdgram):
     def pcie_bytes(self, step: Step) -> int:
         """None but for a bundle that is not there; those are not counted."""
         return 0
-
-
-def bounds(count: int) -> list[tuple[int, int]]:
-    """Where the pieces of a staged step of `count` positions begin and end."""
-    found: list[tuple[int, int]] = []
-    start = 0
-    for size in itertools.chain(staging.PIECES, itertools.repeat(staging.PIECES[-1])):
-        if start >= count:
-            return found
-        found.append((start, min(start + size, count)))
-        start += size
-    return found
 
 
 def on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -47,13 +47,12 @@ class Loop:
     turn: Turn = field(default_factory=Turn)                 # its status
 
 
-def one_step(placement: Placement | None, step: Step, compute: Any, prefetch: bool, layers: int = LAYERS,
-             engram: tuple[int, ...] = ENGRAM) -> float:
+def one_step(placement: Placement | None, step: Step, compute: Any, prefetch: bool) -> float:
     """Seconds of one step; None: the stand-in alone."""
     compute.begin()
-    compute.run(engram[0])
+    compute.run(ENGRAM[0])
     begun = placement.begin(step) if placement is not None and prefetch else None
-    for k, (layer, following) in enumerate(zip(engram, (*engram[1:], layers))):
+    for k, (layer, following) in enumerate(zip(ENGRAM, (*ENGRAM[1:], LAYERS))):
         if placement is not None and prefetch:
             placement.take(begun, step, k)
         elif placement is not None:
