@@ -1,8 +1,9 @@
-"""The GPU's side, in one run: gathers against the peer's lookup, projection, gate, launch cost, what a matmul beside it notices.
+"""The GPU's side, in one run: gathers against the peer's lookup, host tokens to rows against it, projection, gate, launch cost, what a
+matmul beside it notices.
 
-    python -m ssdgram.bench.gpu [--tune] [--sections launch,project,gate,beside,gather] [--table-gib 40] [--out FOLDER]
+    python -m ssdgram.bench.gpu [--tune] [--sections launch,project,gate,beside,gather,steps] [--table-gib 40] [--out FOLDER]
 
-Needs an NVIDIA GPU and, for the peer, its file in .peer/ (bench/peers/vllm_lookup.py says how to get it); about five minutes.
+Needs an NVIDIA GPU and, for the peer, its file in .peer/ (bench/peers/vllm_lookup.py says how to get it); about six minutes.
 
 bench/gpu_timing.py says how a figure is taken; the launch itself is timed apart, on the host. The peer is vLLM's kernel over one
 table of the given size in pinned memory (small pages, huge pages; ids as they come, and sorted: the sort is part of its time,
@@ -16,6 +17,7 @@ import functools
 import json
 import os
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -41,6 +43,7 @@ COLUMNS = {"whole": 24, "tp2": 12, "tp8": 3}
 SUBSET_TILES = (Tile(8, 4), Tile(8, 4, 264), Tile(16, 4))
 PINNED = ("pinned, huge pages", "pinned, small pages")
 AS_LAUNCHED = "as launched"
+STORE_ROWS, STORE_DRAM = 60_000, "4GiB"                     # of the store that steps are taken from: all that is asked for fits
 
 
 def bundles_of(name: str) -> Bundles:
@@ -163,10 +166,14 @@ def lookup_over(module: Any, table: torch.Tensor, rows: int) -> Lookup:
     return Lookup(module, table[:rows * 256].view(rows, 256), table[rows * 256:rows * 264].view(rows, 8))
 
 
+def at_best(theirs: dict[str, list[float]]) -> list[float]:
+    """us by T of the peer's pinned lookup: small or huge pages, ids as they come or sorted (the sort included)."""
+    return [min(values) for values in zip(*(theirs[kind + how] for kind in PINNED for how in ("", " sorted")))]
+
+
 def ratios(us: dict[str, list[float]], theirs: dict[str, list[float]]) -> dict[str, list[float]]:
     """The peer's time over ours, by T."""
-    unsorted = [min(values) for values in zip(*(theirs[kind] for kind in PINNED))]
-    least = [min(values) for values in zip(unsorted, *(theirs[f"{kind} sorted"] for kind in PINNED))]
+    unsorted, least = [min(values) for values in zip(*(theirs[kind] for kind in PINNED))], at_best(theirs)
     alone = [min(values) for values in zip(unsorted, *(theirs[f"{kind} presorted"] for kind in PINNED))]
 
     def over(numerator: list[float], line: str) -> list[float]:
@@ -225,25 +232,24 @@ def show(title: str, lines: dict[str, list[float]], digits: int = 1) -> None:
 # ---------------------------------------------------------------- end to end
 
 
-def end_to_end(store: Any, sequences: dict[int, Sequence[Any]], layers: Sequence[int]) -> dict[int, float]:
-    """Median us from host token ids to all layers' rows on the GPU, bundles warm. `sequences` by T, each served once before.
+def steps_section(rounds: int = 40) -> dict[str, Any]:
+    """Host token ids to all layers' rows, of a store of its own, all bundles warm in DRAM (as bench/gpu_store.py); prints the table."""
+    import ssdgram
+    from ssdgram.bench.gpu_store import build, end_to_end
 
-    The hook for a store that was opened with device="cuda".
-    """
-    results: dict[int, float] = {}
-    for tokens, prompts in sequences.items():
-        outs = [torch.empty(tokens, 24, 256, dtype=torch.bfloat16, device="cuda") for _ in layers]
-        times = []
-        for number in range(max(20, len(prompts))):
-            torch.cuda.synchronize()
-            begun = time.perf_counter()
-            with store.prefetch(prompts[number % len(prompts)]) as batch:
-                for layer, out in zip(layers, outs):
-                    batch.rows(layer, out=out)
-                torch.cuda.synchronize()
-                times.append((time.perf_counter() - begun) * 1e6)
-        results[tokens] = sorted(times)[len(times) // 2]
-    return results
+    with tempfile.TemporaryDirectory(prefix="ssdgram-") as folder, ssdgram.open(
+            build(Path(folder), STORE_ROWS), dram=STORE_DRAM, device="cuda") as store:
+        found = end_to_end(store, rounds, TOKENS)
+        layers = len(store.layers)
+    us = {way: [found[str(tokens)][f"{way}_us"] for tokens in TOKENS] for way in ("staged", "graph", "eager")}
+    show(f"host tokens to rows of {layers} layers, us", us)
+    return {"layers": layers, "us": us, "wrong_rows": sum(int(found[str(tokens)]["wrong_rows"]) for tokens in TOKENS), "found": found}
+
+
+def share_of_peer(steps: dict[str, Any], theirs: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Time from host tokens to rows, over that of the peer's pinned lookup alone, at its best, for as many layers, by T."""
+    return {f"{way} / peer's lookups alone": [ours / (steps["layers"] * peer) for ours, peer in zip(us, at_best(theirs))]
+            for way, us in steps["us"].items()}
 
 
 # ---------------------------------------------------------------- all
@@ -293,7 +299,7 @@ def gpu_facts() -> dict[str, Any]:
 
 @click.command(help=__doc__)
 @click.option("--tune", is_flag=True, help="Try the cuts that the kernels offer first.")
-@click.option("--sections", default="launch,project,gate,beside,gather", show_default=True)
+@click.option("--sections", default="launch,project,gate,beside,gather,steps", show_default=True)
 @click.option("--table-gib", default=40.0, show_default=True, help="Size of the peer's table.")
 @click.option("--slab-gib", default=8.0, show_default=True, help="Size of the pinned slab of bundles.")
 @click.option("--workers", default=min(16, os.cpu_count() or 1), show_default=True, help="Processes that compile ahead; 0: none.")
@@ -306,6 +312,7 @@ def main(tune: bool, sections: str, table_gib: float, slab_gib: float, workers: 
         "gate": lambda: gpu_kernels.gate_section(tune, TOKENS),
         "beside": gpu_kernels.beside_section,
         "gather": lambda: gather_section(tune, table_gib, slab_gib),
+        "steps": steps_section,
     }
     wanted = sections.split(",")
     if set(wanted) - set(work):
@@ -320,6 +327,9 @@ def main(tune: bool, sections: str, table_gib: float, slab_gib: float, workers: 
         started = time.monotonic()
         payload[section] = work[section]()
         payload[section]["seconds"] = round(time.monotonic() - started, 1)
+        if section == "steps" and payload.get("gather", {}).get("peer"):
+            payload[section]["shares"] = share_of_peer(payload[section], payload["gather"]["peer"]["us"])
+            show("shares", payload[section]["shares"], 2)
         path = write_results(name, payload)                  # after every section: a run that is cut short keeps what it had
         if out is not None:
             (out / path.name).write_text(path.read_text())
