@@ -65,13 +65,12 @@ class Staging:
         self._graphs: dict[int, list[tuple[int, Any, Any]]] = {}     # first row -> (positions, frame, graph), from few to many
         self._beside: Any = None                             # the other stream
         self._distinct: Any = ()                             # of each layer, the gather for large pieces
-        self._in_order: Any = None                           # entered for what uses those
+        self._in_order: Any = None                           # entered for large steps
         if store._cuda is not None:
             from ssdgram import staging_gpu
 
-            self._beside = staging_gpu.Beside(store._cuda.device)
+            self._beside, self._in_order = staging_gpu.Beside(store._cuda.device), staging_gpu.InOrder(store._cuda.device)
             if self.most >= DISTINCT and store._cuda.slab_memory is None:
-                self._in_order = staging_gpu.InOrder(store._cuda.device)
                 self._distinct = store._cuda.gathers_for(min(self.most, max(PIECES)))
             self._graphs = staging_gpu.capture(store, self.targets, graphs_of(self.most), self._distinct)
 
@@ -100,7 +99,7 @@ class Staging:
 
     def _order(self, positions: int) -> contextlib.AbstractContextManager[Any]:
         """What is launched under it runs behind what was launched so before, on whatever stream: gathers of distinct bundles share
-        tables. Small steps have none, but they too come behind a step that was interrupted."""
+        tables, which small steps do not use. These too come behind a step that was interrupted."""
         if self._in_order is None:
             return NOTHING
         if positions < DISTINCT:
