@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ssdgram.kernels.gather import ENCODINGS, NO_SCALE, PACKED, ROWS, SCALE_RULES, Bundles, is_last, store_done, store_rows
-from ssdgram.kernels.launch import Launch, aligned, next_power_of_two
+from ssdgram.kernels.gather import PACKED, ROWS, SCALE_RULES, Bundles, Gather, is_last, store_done, store_rows
+from ssdgram.kernels.launch import Launch, next_power_of_two
 
 HEADER = 16                                                  # int64 words before the cells; [0] is the launch's number
 SPARSE = 4                                                   # cells for each bundle of the largest launch, at least: few share one
@@ -115,30 +115,26 @@ class Distinct:
         self.memory[0] = 1
         self._table = self.memory.data_ptr()
         self._launches = {} if launches is None else launches
-        self._global_scale = float(torch.tensor(bundles.global_scale).to(torch.bfloat16))
+        self._plain = Gather(bundles)
 
     def __call__(self, source: torch.Tensor, out: torch.Tensor, *, dram: int = 0, hbm: int = 0, counter: torch.Tensor,
                  done: torch.Tensor, ticket: int | torch.Tensor, mode: str = "rows") -> None:
-        by_word, b = isinstance(ticket, torch.Tensor), self.bundles
+        by_word, b, tokens = isinstance(ticket, torch.Tensor), self.bundles, source.shape[0]
         if out.dtype == torch.bfloat16 and b.encoding == "bf16":
             out = out.view(torch.uint8)                      # such rows are their own bytes
-        tokens, width = source.shape[0], b.row_bytes if mode == "packed" else b.code_bytes if b.encoding == "bf16" else b.dim
         self._check(tokens)
         if source.shape != (tokens, b.orders) or source.dtype != torch.int32 or not source.is_contiguous():
             raise ValueError(f"slots must be contiguous int32 [T, {b.orders}]; found {source.dtype} {tuple(source.shape)}")
-        dtypes = (torch.uint8,) if mode == "packed" or b.encoding == "bf16" else (torch.bfloat16, torch.float32)
-        if tuple(out.shape) != (tokens, b.columns, width) or out.dtype not in dtypes or not out.is_contiguous() or not aligned(out):
-            raise ValueError(f"out must be contiguous, 16-byte aligned {dtypes[0]} {(tokens, b.columns, width)}; found {out.dtype} "
-                             f"{tuple(out.shape)}")
+        self._plain.checked(source, out, mode, None, counter, done)
         self.launch(mode, 2 if by_word else 1, out.dtype)(
             tokens * b.orders, source, out, self.memory, counter, done, ticket if by_word else out, dram, hbm, 0 if by_word else ticket,
-            self._global_scale, self.cell_bits)
+            self._plain.global_scale, self.cell_bits)
 
     def at(self, tokens: int, source: int, out: int, *, mode: str, dram: int, hbm: int, counter: int, done: int, ticket: int) -> None:
         """As `Gather.at`."""
         self._check(tokens)
         self.launch(mode, 1).at((tokens * self.bundles.orders, 1, 1), source, out, self._table, counter, done, out, dram, hbm, ticket,
-                                self._global_scale, self.cell_bits)
+                                self._plain.global_scale, self.cell_bits)
 
     def _check(self, tokens: int) -> None:
         if tokens > self.tokens:
@@ -151,16 +147,10 @@ class Distinct:
         found = self._launches.get((mode, ticket, dtype))
         if found is None:
             b = self.bundles
-            encoding = ENCODINGS.get(b.encoding)
-            if encoding is None:
-                if mode != "packed":
-                    raise ValueError(f"rows of encoding {b.encoding} are gathered as packed bytes only")
-                encoding = NO_SCALE
             width = b.dim if rows else b.row_bytes
             found = Launch(distinct_kernel, [torch.int32, dtype, torch.int64, torch.int32, torch.int64, torch.int64, 1 << 40, 1 << 40, 1,
                                              1.0, 9], {
-                "HEADS": b.packed_heads, "ORDERS": b.orders, "COLUMNS": b.columns, "DIM": b.dim, "CODE_BYTES": b.code_bytes,
-                "SCALE_BYTES": b.scale_bytes, "STRIDE": b.stride, "MODE": self.MODES[mode], "ENCODING": encoding, "TICKET": ticket,
+                **b.constants, "MODE": self.MODES[mode], "ENCODING": b.encoding_number(self.MODES[mode]), "TICKET": ticket,
                 "CODE_P2": next_power_of_two(b.code_bytes), "SCALE_P2": next_power_of_two(max(1, b.scale_bytes)),
                 "BLOCK": next_power_of_two(max(b.heads)), "RULE": SCALE_RULES[b.scale_rule],
                 "WIDTH": width, "WIDTH_P2": next_power_of_two(width), "HEADER": HEADER, "LAST": LAST}, warps=WARPS)

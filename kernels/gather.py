@@ -75,6 +75,21 @@ class Bundles:
         """The heads of order o in bits 8 o .. 8 o + 7: one constant for the kernel."""
         return sum(count << (8 * order) for order, count in enumerate(self.heads))
 
+    @property
+    def constants(self) -> dict[str, int]:
+        """What the gathers' kernels are told of the layout, in their order."""
+        return {"HEADS": self.packed_heads, "ORDERS": self.orders, "COLUMNS": self.columns, "DIM": self.dim,
+                "CODE_BYTES": self.code_bytes, "SCALE_BYTES": self.scale_bytes, "STRIDE": self.stride}
+
+    def encoding_number(self, mode: int) -> int:
+        """The kernels' ENCODING for results of that mode; ValueError if there are none."""
+        found = ENCODINGS.get(self.encoding)
+        if mode == MXFP8 and found != BLOCK_SCALES:
+            raise ValueError(f"only fp8_ue8m0 rows are MXFP8 operands; these are {self.encoding}")
+        if found is None and mode != PACKED:
+            raise ValueError(f"rows of encoding {self.encoding} are gathered as packed bytes only")
+        return NO_SCALE if found is None else found
+
 
 @triton.jit
 def bundle_base(source, index, live, dram, hbm, STRIDE: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -256,7 +271,7 @@ class Gather:
     def __init__(self, bundles: Bundles) -> None:
         self.bundles = bundles
         self._launches: dict[tuple[Any, ...], Launch] = {}
-        self._global_scale = float(torch.tensor(bundles.global_scale).to(torch.bfloat16))
+        self.global_scale = float(torch.tensor(bundles.global_scale).to(torch.bfloat16))
         self._plans: dict[tuple[Any, ...], tuple[Launch, int]] = {}
 
     def __call__(self, source: torch.Tensor, out: torch.Tensor, *, mode: str = "rows", scales: torch.Tensor | None = None,
@@ -276,7 +291,7 @@ class Gather:
         launch, programs = plan
         launch(programs, source, out, out if scales is None else scales, out if counter is None else counter,
                out if done is None else done, ticket if by_word else out, dram, hbm, 0 if by_word else ticket, source.shape[0],
-               self._global_scale)
+               self.global_scale)
 
     def at(self, tokens: int, source: int, out: int, *, mode: str, dram: int, hbm: int, counter: int, done: int, ticket: int) -> None:
         """A call for slots with a word and a number, by addresses: for a caller who keeps that memory and knows its shapes (the store:
@@ -286,13 +301,13 @@ class Gather:
             self._check_size(tokens)
             plan = self._keep((mode, tokens), tokens, mode, SLOTS, torch.bfloat16 if mode == "rows" else torch.uint8, 1, None, False)
         launch, programs = plan
-        launch.at((programs, 1, 1), source, out, out, counter, done, out, dram, hbm, ticket, tokens, self._global_scale)
+        launch.at((programs, 1, 1), source, out, out, counter, done, out, dram, hbm, ticket, tokens, self.global_scale)
 
     def _plan(self, key: tuple[Any, ...], source: torch.Tensor, out: torch.Tensor, mode: str, scales: torch.Tensor | None,
               counter: torch.Tensor | None, done: torch.Tensor | None, ticket: int, tile: Tile | None,
               overlap: bool) -> tuple[Launch, int]:
         """Check what the next calls with the same shapes need not check again; the variant, and how many programs."""
-        tokens = self._checked(source, out, mode, scales, counter, done)
+        tokens = self.checked(source, out, mode, scales, counter, done)
         return self._keep(key, tokens, mode, SLOTS if source.dtype == torch.int32 else ADDRESSES, out.dtype, ticket, tile, overlap)
 
     def _keep(self, key: tuple[Any, ...], tokens: int, mode: str, kind: int, dtype: torch.dtype, ticket: int, tile: Tile | None,
@@ -313,20 +328,13 @@ class Gather:
         if found is None:
             b = self.bundles
             number = self.MODES[mode]
-            encoding = ENCODINGS.get(b.encoding)
-            if number == MXFP8 and encoding != BLOCK_SCALES:
-                raise ValueError(f"only fp8_ue8m0 rows are MXFP8 operands; these are {b.encoding}")
-            if encoding is None:
-                if number != PACKED:
-                    raise ValueError(f"rows of encoding {b.encoding} are gathered as packed bytes only")
-                encoding = NO_SCALE
+            encoding = b.encoding_number(number)
             if number == ROWS and encoding == NO_SCALE:
                 dtype = torch.uint8
             word = torch.int32 if kind == SLOTS else torch.int64
             words = [word, dtype, torch.uint8, torch.int32, torch.int64, torch.int64, 1 << 40, 1 << 40, 1, 1, 1.0]
             found = Launch(gather_kernel, words, {
-                "HEADS": b.packed_heads, "ORDERS": b.orders, "COLUMNS": b.columns, "DIM": b.dim, "CODE_BYTES": b.code_bytes,
-                "SCALE_BYTES": b.scale_bytes, "STRIDE": b.stride, "KIND": kind, "MODE": number, "ENCODING": encoding,
+                **b.constants, "KIND": kind, "MODE": number, "ENCODING": encoding,
                 "TICKET": ticket, "CODE_P2": next_power_of_two(b.code_bytes),
                 "SCALE_P2": next_power_of_two(max(1, b.scale_bytes)), "BLOCK": tile.rows,
                 "RULE": SCALE_RULES[b.scale_rule], "OVERLAP": overlap}, warps=tile.warps)
@@ -339,7 +347,7 @@ class Gather:
         dtype = torch.bfloat16 if mode == "rows" else torch.uint8
         return [self.launch(mode, kind, dtype, ticket, tile) for ticket in tickets for tile in {tile for _, tile in TILES}]
 
-    def _checked(self, source: torch.Tensor, out: torch.Tensor, mode: str, scales: torch.Tensor | None,
+    def checked(self, source: torch.Tensor, out: torch.Tensor, mode: str, scales: torch.Tensor | None,
                  counter: torch.Tensor | None, done: torch.Tensor | None) -> int:
         b = self.bundles
         tokens = source.shape[0]

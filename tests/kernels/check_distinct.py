@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from check_gather import SHAPES, expected_packed, same_rows
+from check_gather import SHAPES, encoded, expected_packed, same_rows
 from where import BF16, DEVICE, INTERPRETED, pinned, slab, synchronize
 
 from ssdgram.kernels.distinct import HEADER, LAST, Distinct
@@ -48,11 +48,7 @@ def test_rows_and_bytes_are_those_of_the_layout(heads):
     ("bf16", 160, 320, 0), ("fp8_global", 160, 160, 0), ("nvfp4", 160, 80, 10), ("fp8_ue8m0", 96, 96, 3)))
 def test_other_encodings(encoding, dim, code_bytes, scale_bytes):
     """The same as by `Gather`."""
-    heads, count = (4, 3), 6
-    stride = -(-4 * (code_bytes + scale_bytes) // 64) * 64
-    bundles = Bundles(heads, dim, code_bytes, scale_bytes, stride, encoding, 0.3751)
-    dram = slab(count, stride)
-    dram &= 0x3F                                             # no NaN
+    bundles, dram = encoded((4, 3), 6, encoding, dim, code_bytes, scale_bytes)
     slots = pinned(torch.tensor([[0, 5], [3, 2], [0, -1], [3, 5]], dtype=torch.int32))
     for mode in ("packed",) if encoding == "nvfp4" else ("packed", "rows"):
         shape, dtype = ((4, 7, code_bytes + scale_bytes), torch.uint8) if mode == "packed" or encoding == "bf16" else ((4, 7, dim), BF16)

@@ -105,15 +105,20 @@ def test_every_pair_of_scale_and_code():
     assert same_rows(rows, expected_packed(slots, (8,), dram, None))
 
 
+def encoded(heads, count, encoding, dim, code_bytes, scale_bytes):
+    """(bundles, slab) of another encoding."""
+    stride = -(-max(heads) * (code_bytes + scale_bytes) // 64) * 64
+    dram = slab(count, stride)
+    dram &= 0x3F                                             # no NaN
+    return Bundles(heads, dim, code_bytes, scale_bytes, stride, encoding, 0.3751), dram
+
+
 @pytest.mark.parametrize("encoding,dim,code_bytes,scale_bytes", (
     ("bf16", 160, 320, 0), ("fp8_global", 160, 160, 0), ("nvfp4", 160, 80, 10), ("fp8_ue8m0", 64, 64, 2),
     ("fp8_ue8m0", 96, 96, 3)))
 def test_other_encodings(encoding, dim, code_bytes, scale_bytes):
     heads, count = (4, 4), 6
-    stride = -(-4 * (code_bytes + scale_bytes) // 64) * 64
-    bundles = Bundles(heads, dim, code_bytes, scale_bytes, stride, encoding, 0.3751)
-    dram = slab(count, stride)
-    dram &= 0x3F                                             # no NaN
+    bundles, dram = encoded(heads, count, encoding, dim, code_bytes, scale_bytes)
     slots = torch.tensor([[0, 5], [3, 2], [4, -1]], dtype=torch.int32)
     packed = expected_packed(slots, heads, dram, None, code_bytes, scale_bytes)
     out = torch.empty(3, 8, code_bytes + scale_bytes, dtype=torch.uint8, device=DEVICE)
